@@ -1,0 +1,105 @@
+// Chooses the instruction set of the CPU kernels once, at load: the best the machine has, or the one that
+// FASTEMB_CPU_ISA names. Everything else here forwards to the chosen table.
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "cpu/kernels.h"
+
+namespace fastemb::cpu {
+namespace {
+
+struct Level {
+  const char* name;
+  bool available;
+  Kernels kernels;
+};
+
+#define FE_TABLE(isa)                                                                                             \
+  {                                                                                                               \
+    isa::check_bags, isa::group_indices_scratch_bytes, isa::group_indices, isa::bag_forward, isa::gather, isa::bag_backward,                        \
+        isa::per_sample_backward, isa::renorm                                                                     \
+  }
+
+// Best first.
+#if FE_X86_LEVELS
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"); }
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+const Level kLevels[] = {{"avx512", has_avx512(), FE_TABLE(avx512)},
+                         {"avx2", has_avx2(), FE_TABLE(avx2)},
+                         {"baseline", true, FE_TABLE(baseline)}};
+#else
+const Level kLevels[] = {{"baseline", true, FE_TABLE(baseline)}};
+#endif
+
+#undef FE_TABLE
+
+std::string available_levels() {
+  std::string names;
+  for (const Level& level : kLevels) {
+    if (level.available) names += (names.empty() ? "" : ", ") + std::string(level.name);
+  }
+  return names;
+}
+
+const Level& choose() {
+  const char* wanted = std::getenv("FASTEMB_CPU_ISA");
+  for (const Level& level : kLevels) {
+    if (level.available && (wanted == nullptr || *wanted == '\0' || std::strcmp(wanted, level.name) == 0)) return level;
+  }
+  throw std::invalid_argument("FASTEMB_CPU_ISA must be one of " + available_levels() + " on this machine, got '" +
+                              wanted + "'");
+}
+
+const Level& active() {
+  static const Level& level = choose();
+  return level;
+}
+
+template <typename Problem>
+void for_each(void (*kernel)(const Problem&, const Parallel&), const Problem* problems, int64_t count,
+              const Parallel& parallel) {
+  for (int64_t i = 0; i < count; ++i) kernel(problems[i], parallel);
+}
+
+}  // namespace
+
+ErrorReport check_bags(const Bags& bags, const Parallel& parallel) {
+  return active().kernels.check_bags(bags, parallel);
+}
+int64_t group_indices_scratch_bytes(const Bags& bags, const Parallel& parallel) {
+  return active().kernels.group_indices_scratch_bytes(bags, parallel);
+}
+void group_indices(const GroupIndices* problems, int64_t count, const Parallel& parallel) {
+  for_each(active().kernels.group_indices, problems, count, parallel);
+}
+void bag_forward(const BagForward* problems, int64_t count, const Parallel& parallel) {
+  for_each(active().kernels.bag_forward, problems, count, parallel);
+}
+void gather(const Gather* problems, int64_t count, const Parallel& parallel) {
+  for_each(active().kernels.gather, problems, count, parallel);
+}
+void bag_backward(const BagBackward* problems, int64_t count, const Parallel& parallel) {
+  for_each(active().kernels.bag_backward, problems, count, parallel);
+}
+void per_sample_backward(const PerSampleBackward* problems, int64_t count, const Parallel& parallel) {
+  for_each(active().kernels.per_sample_backward, problems, count, parallel);
+}
+void renorm(const Renorm* problems, int64_t count, const Parallel& parallel) {
+  for_each(active().kernels.renorm, problems, count, parallel);
+}
+
+}  // namespace fastemb::cpu
+
+// Read by fastemb/_native.py for its report: the active level, and those the machine has.
+extern "C" __attribute__((visibility("default"))) const char* fastemb_cpu_isa() {
+  return fastemb::cpu::active().name;
+}
+extern "C" __attribute__((visibility("default"))) const char* fastemb_cpu_isa_available() {
+  static const std::string names = fastemb::cpu::available_levels();
+  return names.c_str();
+}

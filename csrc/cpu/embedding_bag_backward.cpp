@@ -1,0 +1,211 @@
+// Row gradients on the CPU. Segments (the occurrences of one row) are shared out to threads by length; a segment much
+// longer than a chunk, a hot id, is split by chunks over all threads, and its partial sums are added in chunk order.
+#include "cpu/kernels.h"
+#include "cpu/rows.h"
+
+namespace fastemb::cpu::FE_ISA {
+namespace {
+
+inline constexpr int64_t kLong = 8 * kChunk;  // a segment longer than this is worth the second pass
+
+// bag_of[p] for every position, bag_count[b] for a mean.
+template <typename A>
+void prepare(const BagBackward& p, const Parallel& parallel) {
+  const Bags& bags = p.bags;
+  A* bag_count = static_cast<A*>(p.bag_count);
+  const bool need_bag_of = !(bags.offsets == nullptr && bags.bag_length == 1);
+  const int64_t total = covered(bags) + bags.num_bags;
+  const auto start = [&](int64_t b) { return bag_begin(bags, b) + b; };
+  const int64_t pieces = pieces_for(parallel, total);
+  parallel_ranges(parallel, pieces, 1, [&](int64_t piece, int64_t piece_end) {
+    const int64_t first = split_point(bags.num_bags, total, piece, pieces, start);
+    const int64_t last = split_point(bags.num_bags, total, piece_end, pieces, start);
+    for (int64_t b = first; b < last; ++b) {
+      const int64_t begin = bag_begin(bags, b), end = bag_begin(bags, b + 1);
+      int64_t count = end - begin;
+      if (need_bag_of) {
+        for (int64_t i = begin; i < end; ++i) p.bag_of[i] = static_cast<int32_t>(b);
+      }
+      if (p.mode == Mode::mean) {
+        if (bags.padding_idx >= 0) {
+          for (int64_t i = begin; i < end; ++i) {
+            if (load_index(bags.indices, bags.index_type, i) == bags.padding_idx) --count;
+          }
+        }
+        bag_count[b] = static_cast<A>(count);
+      }
+    }
+  });
+}
+
+// The terms of one row's gradient.
+template <typename T>
+struct Terms {
+  using A = typename AccOf<T>::type;
+
+  explicit Terms(const BagBackward& problem)
+      : p(problem),
+        grad(static_cast<const T*>(p.grad_output)),
+        bag_count(static_cast<const A*>(p.bag_count)),
+        scaled(p.per_sample_weights != nullptr || p.mode == Mode::mean),
+        one_per_bag(p.bags.offsets == nullptr && p.bags.bag_length == 1) {}
+
+  int64_t bag(int32_t position) const { return one_per_bag ? position : p.bag_of[position]; }
+
+  A scale(int32_t position, int64_t b) const {
+    A s = p.per_sample_weights == nullptr ? A{1} : load_scalar<A>(p.per_sample_weights, p.per_sample_type, position);
+    return p.mode == Mode::mean ? s / bag_count[b] : s;
+  }
+
+  // Sorted positions [begin, end), at most kChunk of them; `limit` bounds what may be prefetched.
+  void list_chunk(int64_t begin, int64_t end, int64_t limit, RowList<T>& list) const {
+    for (int64_t k = begin; k < end; ++k) {
+      const int32_t position = p.groups.order[k];
+      const int64_t b = bag(position);
+      const int64_t ahead = k + kPrefetchAhead < limit ? k + kPrefetchAhead : k;
+      list.rows[k - begin] = grad + b * p.dim;
+      list.ahead[k - begin] = grad + bag(p.groups.order[ahead]) * p.dim;
+      if (scaled) list.scales[k - begin] = scale(position, b);
+    }
+    list.count = end - begin;
+  }
+
+  // Mode max: the term of column d counts where the occurrence is the bag's winner.
+  void max_chunk(int64_t begin, int64_t end, A* part) const {
+    for (int64_t d = 0; d < p.dim; ++d) part[d] = A{};
+    for (int64_t k = begin; k < end; ++k) {
+      const int32_t position = p.groups.order[k];
+      const int64_t b = bag(position);
+      const int32_t within = static_cast<int32_t>(position - bag_begin(p.bags, b));
+      const int32_t* argmax = p.argmax + b * p.dim;
+      const T* row = grad + b * p.dim;
+      for (int64_t d = 0; d < p.dim; ++d) part[d] += argmax[d] == within ? to_acc(row[d]) : A{};
+    }
+  }
+
+  const BagBackward& p;
+  const T* grad;
+  const A* bag_count;
+  bool scaled;
+  bool one_per_bag;
+};
+
+template <typename A>
+A* target_row(const BagBackward& p, int64_t segment) {
+  const int64_t row = p.dense ? p.groups.rows[segment] : segment;
+  return static_cast<A*>(p.grad_rows) + row * p.dim;
+}
+
+template <typename A>
+void finish(const BagBackward& p, int64_t segment, A* row) {
+  if (!p.scale_grad_by_freq) return;
+  const A occurrences = static_cast<A>(p.groups.segments[segment + 1] - p.groups.segments[segment]);
+  for (int64_t d = 0; d < p.dim; ++d) row[d] /= occurrences;
+}
+
+template <typename T, typename A>
+void sum_segment(const Terms<T>& terms, int64_t begin, int64_t end, int64_t limit, RowList<T>& list, A* part, A* out) {
+  const int64_t dim = terms.p.dim;
+  ChunkedSum<A> sum{out, part, dim};
+  for (int64_t chunk = begin; chunk < end; chunk += kChunk) {
+    const int64_t chunk_end = chunk + kChunk < end ? chunk + kChunk : end;
+    if (terms.p.mode == Mode::max) {
+      terms.max_chunk(chunk, chunk_end, sum.empty ? out : part);
+      sum.added_part();
+    } else {
+      terms.list_chunk(chunk, chunk_end, limit, list);
+      sum.add(list, terms.scaled);
+    }
+  }
+}
+
+// Segments longer than kLong, found by stepping: each of them holds a multiple of kLong in the sorted positions.
+struct LongSegments {
+  struct Piece {
+    int64_t segment;
+    int64_t begin, end;  // sorted positions of one chunk
+  };
+
+  LongSegments(const Groups& groups, int64_t num_rows, int64_t positions)
+      : segments(positions / kLong + 1), pieces(bag_backward_partial_rows(positions)) {
+    const auto start = [&](int64_t k) { return groups.segments[k]; };
+    for (int64_t at = 0; at < positions; at += kLong) {
+      int64_t low = 0, high = num_rows;  // last segment that starts at or before `at`
+      while (high - low > 1) {
+        const int64_t middle = low + (high - low) / 2;
+        if (start(middle) <= at) low = middle; else high = middle;
+      }
+      const int64_t begin = start(low), end = start(low + 1);
+      if (end - begin <= kLong || (count > 0 && segments.data[count - 1] == low)) continue;
+      segments.data[count++] = low;
+      for (int64_t chunk = begin; chunk < end; chunk += kChunk) {
+        pieces.data[num_pieces++] = {low, chunk, chunk + kChunk < end ? chunk + kChunk : end};
+      }
+    }
+  }
+
+  Scratch<int64_t> segments;
+  Scratch<Piece> pieces;
+  int64_t count = 0;
+  int64_t num_pieces = 0;
+};
+
+template <typename T>
+void sum_long_segments(const Terms<T>& terms, int64_t num_rows, int64_t positions, const Parallel& parallel) {
+  using A = typename AccOf<T>::type;
+  const BagBackward& p = terms.p;
+  const LongSegments longs(p.groups, num_rows, positions);
+  A* partials = static_cast<A*>(p.partials);
+  parallel_ranges(parallel, longs.num_pieces, 1, [&](int64_t first, int64_t last) {
+    RowList<T> list;
+    for (int64_t i = first; i < last; ++i) {
+      const auto& piece = longs.pieces.data[i];
+      A* part = partials + i * p.dim;
+      sum_segment<T, A>(terms, piece.begin, piece.end, piece.end, list, part, part);
+    }
+  });
+  int64_t i = 0;
+  for (int64_t s = 0; s < longs.count; ++s) {
+    const int64_t segment = longs.segments.data[s];
+    A* row = target_row<A>(p, segment);
+    memcpy(row, partials + i * p.dim, static_cast<size_t>(p.dim) * sizeof(A));
+    for (++i; i < longs.num_pieces && longs.pieces.data[i].segment == segment; ++i) {
+      for (int64_t d = 0; d < p.dim; ++d) row[d] += partials[i * p.dim + d];
+    }
+    finish(p, segment, row);
+  }
+}
+
+template <typename T>
+void backward(const BagBackward& p, const Parallel& parallel) {
+  using A = typename AccOf<T>::type;
+  prepare<A>(p, parallel);
+  const int64_t num_rows = *p.groups.num_rows;
+  const int32_t* segments = p.groups.segments;
+  const int64_t positions = segments[num_rows];
+  const Terms<T> terms(p);
+
+  const auto start = [&](int64_t k) { return static_cast<int64_t>(segments[k]); };
+  const int64_t pieces = pieces_for(parallel, positions * p.dim);
+  parallel_ranges(parallel, pieces, 1, [&](int64_t piece, int64_t piece_end) {
+    const int64_t first = split_point(num_rows, positions, piece, pieces, start);
+    const int64_t last = split_point(num_rows, positions, piece_end, pieces, start);
+    Scratch<A> part(p.dim);
+    RowList<T> list;
+    for (int64_t k = first; k < last; ++k) {
+      if (segments[k + 1] - segments[k] > kLong) continue;
+      A* row = target_row<A>(p, k);
+      sum_segment<T, A>(terms, segments[k], segments[k + 1], positions, list, part.data, row);
+      finish(p, k, row);
+    }
+  });
+  if (positions > kLong) sum_long_segments(terms, num_rows, positions, parallel);
+}
+
+}  // namespace
+
+void bag_backward(const BagBackward& p, const Parallel& parallel) {
+  with_type(p.grad_type, [&](auto t) { backward<decltype(t)>(p, parallel); });
+}
+
+}  // namespace fastemb::cpu::FE_ISA

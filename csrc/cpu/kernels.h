@@ -1,0 +1,38 @@
+// What one instruction-set build of the CPU kernels offers. csrc/cpu/*.cpp are compiled once per level, each in its own
+// namespace fastemb::cpu::FE_ISA; dispatch.cpp picks one table of entry points at run time.
+#pragma once
+
+#include "ops.h"
+
+namespace fastemb::cpu {
+
+struct Kernels {
+  ErrorReport (*check_bags)(const Bags&, const Parallel&);
+  int64_t (*group_indices_scratch_bytes)(const Bags&, const Parallel&);
+  void (*group_indices)(const GroupIndices&, const Parallel&);
+  void (*bag_forward)(const BagForward&, const Parallel&);
+  void (*gather)(const Gather&, const Parallel&);
+  void (*bag_backward)(const BagBackward&, const Parallel&);
+  void (*per_sample_backward)(const PerSampleBackward&, const Parallel&);
+  void (*renorm)(const Renorm&, const Parallel&);
+};
+
+#define FE_DECLARE_KERNELS(isa)                                         \
+  namespace isa {                                                       \
+  ErrorReport check_bags(const Bags&, const Parallel&);                 \
+  int64_t group_indices_scratch_bytes(const Bags&, const Parallel&);    \
+  void group_indices(const GroupIndices&, const Parallel&);             \
+  void bag_forward(const BagForward&, const Parallel&);                 \
+  void gather(const Gather&, const Parallel&);                          \
+  void bag_backward(const BagBackward&, const Parallel&);               \
+  void per_sample_backward(const PerSampleBackward&, const Parallel&);  \
+  void renorm(const Renorm&, const Parallel&);                          \
+  }
+
+FE_DECLARE_KERNELS(baseline)
+FE_DECLARE_KERNELS(avx2)
+FE_DECLARE_KERNELS(avx512)
+
+#undef FE_DECLARE_KERNELS
+
+}  // namespace fastemb::cpu

@@ -1,0 +1,282 @@
+// Gradients of the bag: of the table's rows and of the per-sample weights. Kernels and launchers.
+//
+// Row gradients are sums over the positions that name the row, which group_indices has sorted next to each other
+// (a segment). Nothing is added atomically and the host learns no count, so the bits depend on nothing but the input:
+//   segments of at most kChunk positions   one group of threads adds them up and writes the row;
+//   longer segments                        one group for each chunk of kChunk positions writes a partial sum, then one
+//                                          group for each segment adds its partial sums in order.
+//
+// Where partial sums lie. Cut the sorted positions into windows of kChunk. Chunks of a segment begin kChunk apart, so a
+// segment longer than kChunk begins at most one chunk in each window. In one window
+//   - at most one long segment begins its first chunk: the segment reaches beyond the window;
+//   - at most one long segment begins a later chunk: such a segment also owns the position at the window's start, as
+//     its previous chunk began less than kChunk before.
+// So slot 2 * window + (first chunk ? 1 : 0) belongs to one chunk, and the chunk is found from its slot: the segment
+// that owns the window's first position (later chunk), or the first position of the next window (first chunk, as the
+// segment is longer than kChunk).
+#pragma once
+
+#include "cuda/bags.cuh"
+#include "cuda/dot.cuh"
+
+namespace fastemb::cuda {
+
+// Gradient rows that a lane has on the way at once. Divides kChunk. Winners of 16-bit vectors take twice the registers
+// of the gradients themselves.
+template <bool kMax, int V>
+inline constexpr int kGradsAhead = V == 1 ? 8 : (kMax && V == 8 ? 2 : 4);
+
+template <typename A>
+FE_DEVICE A term_scale(const BagBackward& a, int64_t position, int64_t bag) {
+  A scale = 1;
+  if (a.per_sample_weights != nullptr) scale = load_as<A>(a.per_sample_weights, a.per_sample_type, position);
+  if (a.mode == Mode::mean) scale = div_rn(scale, load<1>(static_cast<const A*>(a.bag_count) + bag).item[0]);
+  return scale;
+}
+
+// part = sum over sorted positions [begin, end), at most kChunk of them, in order.
+template <typename G, bool kMax, int V, typename A>
+FE_DEVICE void sum_chunk(const BagBackward& a, int64_t begin, int64_t end, int64_t column, A (&part)[V]) {
+  constexpr int kAhead = kGradsAhead<kMax, V>;
+  const G* grad = static_cast<const G*>(a.grad_output);
+  for (int64_t i = begin; i < end; i += kAhead) {
+    int64_t position[kAhead];
+    int64_t bag[kAhead];
+    Vec<G, V> g[kAhead] = {};
+    Vec<int32_t, V> winner[kAhead] = {};
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) position[u] = i + u < end ? load<1>(a.groups.order + i + u).item[0] : -1;
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) bag[u] = position[u] < 0 ? -1 : bag_at(a.bags, a.bag_of, position[u]);
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) {
+      if (bag[u] < 0) continue;
+      g[u] = load<V>(grad + bag[u] * a.dim + column);
+      if constexpr (kMax) winner[u] = load<V>(a.argmax + bag[u] * a.dim + column);
+    }
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) {
+      if (bag[u] < 0) continue;
+      if constexpr (kMax) {
+        const int64_t within = position[u] - bag_range(a.bags, bag[u]).begin;
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          if (winner[u].item[v] == within) part[v] = add_rn(part[v], widen(g[u].item[v]));
+        }
+      } else {
+        const A scale = term_scale<A>(a, position[u], bag[u]);
+#pragma unroll
+        for (int v = 0; v < V; ++v) part[v] = add_rn(part[v], mul_rn(scale, widen(g[u].item[v])));
+      }
+    }
+  }
+}
+
+template <int V, typename A>
+FE_DEVICE void store_row_gradient(const BagBackward& a, int64_t k, int64_t length, int64_t column, A (&sum)[V]) {
+  Vec<A, V> y;
+#pragma unroll
+  for (int v = 0; v < V; ++v) y.item[v] = a.scale_grad_by_freq ? div_rn(sum[v], static_cast<A>(length)) : sum[v];
+  const int64_t row = a.dense ? a.groups.rows[k] : k;
+  store<V>(static_cast<A*>(a.grad_rows) + row * a.dim + column, y);
+}
+
+// Segments of at most kChunk positions.
+template <typename G, bool kMax, int V>
+__global__ void __launch_bounds__(kBlock, 2) short_segments_kernel(BagBackward a, int32_t lanes, int64_t tiles) {
+  using A = typename AccOf<G>::type;
+  const Place at = place(lanes);
+  const int64_t num_rows = *a.groups.num_rows;
+  for (int64_t tile = blockIdx.y; tile < tiles; tile += gridDim.y) {
+    const int64_t column = (tile * lanes + at.lane) * V;
+    if (column >= a.dim) continue;
+    for (int64_t k = at.item; k < num_rows; k += at.step) {
+      const int64_t begin = a.groups.segments[k];
+      const int64_t length = a.groups.segments[k + 1] - begin;
+      if (length > kChunk) continue;
+      A part[V] = {};
+      sum_chunk<G, kMax, V>(a, begin, begin + length, column, part);
+      store_row_gradient<V>(a, k, length, column, part);
+    }
+  }
+}
+
+// A chunk of a long segment; first < 0 where a slot holds none.
+struct LongChunk {
+  int64_t segment;
+  int64_t first;  // the segment's first sorted position
+  int64_t end;    // and its end
+  int64_t begin;  // the chunk's first sorted position
+};
+
+FE_DEVICE LongChunk chunk_of_slot(const Groups& groups, int64_t slot) {
+  const LongChunk none = {0, -1, 0, 0};
+  const int64_t window = slot / 2 * kChunk;
+  const bool opening = slot % 2 == 1;
+  const int64_t owned = opening ? window + kChunk : window;
+  const int64_t num_rows = *groups.num_rows;
+  if (owned >= groups.segments[num_rows]) return none;
+  // The last segment that begins at or before `owned`. segments[0] is 0, so there is one.
+  int64_t low = 0;
+  int64_t high = num_rows;
+  while (high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    if (groups.segments[middle] <= owned) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  const int64_t first = groups.segments[low];
+  const int64_t end = groups.segments[low + 1];
+  if (end - first <= kChunk) return none;
+  if (opening) return first >= window && first < window + kChunk ? LongChunk{low, first, end, first} : none;
+  const int64_t begin = first + ceil_div(window - first, kChunk) * kChunk;
+  return first < window && begin < end ? LongChunk{low, first, end, begin} : none;
+}
+
+FE_DEVICE int64_t slot_of_chunk(int64_t first, int64_t begin) { return 2 * (begin / kChunk) + (begin == first ? 1 : 0); }
+
+// Partial sums of the long segments' chunks.
+template <typename G, bool kMax, int V>
+__global__ void __launch_bounds__(kBlock, 2)
+    long_chunks_kernel(BagBackward a, int64_t slots, int32_t lanes, int64_t tiles) {
+  using A = typename AccOf<G>::type;
+  const Place at = place(lanes);
+  for (int64_t tile = blockIdx.y; tile < tiles; tile += gridDim.y) {
+    const int64_t column = (tile * lanes + at.lane) * V;
+    if (column >= a.dim) continue;
+    for (int64_t slot = at.item; slot < slots; slot += at.step) {
+      const LongChunk chunk = chunk_of_slot(a.groups, slot);
+      if (chunk.first < 0) continue;
+      const int64_t end = chunk.begin + kChunk < chunk.end ? chunk.begin + kChunk : chunk.end;
+      A part[V] = {};
+      sum_chunk<G, kMax, V>(a, chunk.begin, end, column, part);
+      Vec<A, V> y;
+#pragma unroll
+      for (int v = 0; v < V; ++v) y.item[v] = part[v];
+      store<V>(static_cast<A*>(a.partials) + slot * a.dim + column, y);
+    }
+  }
+}
+
+// Row gradients of the long segments from their partial sums. The group that meets a segment's first chunk does it all.
+template <typename A, int V>
+__global__ void __launch_bounds__(kBlock, 2)
+    long_segments_kernel(BagBackward a, int64_t windows, int32_t lanes, int64_t tiles) {
+  constexpr int kAhead = 8;
+  const Place at = place(lanes);
+  const A* partials = static_cast<const A*>(a.partials);
+  for (int64_t tile = blockIdx.y; tile < tiles; tile += gridDim.y) {
+    const int64_t column = (tile * lanes + at.lane) * V;
+    if (column >= a.dim) continue;
+    for (int64_t window = at.item; window < windows; window += at.step) {
+      const LongChunk chunk = chunk_of_slot(a.groups, 2 * window + 1);
+      if (chunk.first < 0) continue;
+      A sum[V] = {};
+      for (int64_t begin = chunk.first; begin < chunk.end; begin += kAhead * kChunk) {
+        Vec<A, V> part[kAhead] = {};
+#pragma unroll
+        for (int u = 0; u < kAhead; ++u) {
+          const int64_t start = begin + u * kChunk;
+          if (start < chunk.end) part[u] = load<V>(partials + slot_of_chunk(chunk.first, start) * a.dim + column);
+        }
+#pragma unroll
+        for (int u = 0; u < kAhead; ++u) {
+          if (begin + u * kChunk >= chunk.end) continue;
+#pragma unroll
+          for (int v = 0; v < V; ++v) sum[v] = add_rn(sum[v], part[u].item[v]);
+        }
+      }
+      store_row_gradient<V>(a, chunk.segment, chunk.end - chunk.first, column, sum);
+    }
+  }
+}
+
+template <typename G, bool kMax, int V>
+int launch_segments(const BagBackward& a, Stream stream) {
+  using A = typename AccOf<G>::type;
+  const int64_t n = a.bags.num_indices;
+  RowShape shape = row_shape(n, a.dim, V, kFillBlocks);
+  if (int error = FE_LAUNCH((short_segments_kernel<G, kMax, V>), shape.grid, kBlock, stream, a, shape.lanes,
+                            shape.tiles)) {
+    return error;
+  }
+  if (n <= kChunk) return 0;
+  const int64_t slots = bag_backward_partial_rows(n);
+  shape = row_shape(slots, a.dim, V);
+  if (int error = FE_LAUNCH((long_chunks_kernel<G, kMax, V>), shape.grid, kBlock, stream, a, slots, shape.lanes,
+                            shape.tiles)) {
+    return error;
+  }
+  shape = row_shape(slots / 2, a.dim, V);
+  return FE_LAUNCH((long_segments_kernel<A, V>), shape.grid, kBlock, stream, a, slots / 2, shape.lanes, shape.tiles);
+}
+
+inline int launch_bag_backward(const BagBackward& a, Stream stream) {
+  if (a.bags.num_indices == 0 || a.dim == 0) return 0;
+  return with_dtype(a.grad_type, [&](auto dtype) {
+    using G = typename decltype(dtype)::type;
+    using A = typename AccOf<G>::type;
+    if (int error = describe_bags(a.bags, a.mode, a.bag_of, static_cast<A*>(a.bag_count), stream)) return error;
+    // grad_rows and partials are wider than or as wide as grad_output: a vector of them needs no stricter alignment.
+    const bool vector = a.dim % kVector<G> == 0 && aligned(a.grad_output, 16) && aligned(a.grad_rows, 16) &&
+                        aligned(a.partials, 16) && (a.mode != Mode::max || aligned(a.argmax, 16));
+    return with_vector<G>(vector, [&](auto width) {
+      constexpr int V = decltype(width)::value;
+      return a.mode == Mode::max ? launch_segments<G, true, V>(a, stream) : launch_segments<G, false, V>(a, stream);
+    });
+  });
+}
+
+// grad_weights[p] = dot(grad_output[bag(p)], weight[indices[p]]). One group of lanes a position.
+template <typename T, bool kVectors>
+__global__ void __launch_bounds__(kBlock, 3) per_sample_kernel(PerSampleBackward a, int32_t lanes) {
+  using A = typename AccOf<T>::type;
+  const Place at = place(lanes);
+  const T* weight = static_cast<const T*>(a.weight);
+  const A* grad = static_cast<const A*>(a.grad_output);
+  // Whole warps go round together: every lane takes part in the exchanges of the fold.
+  const int64_t warp_groups = kWarp / lanes;
+  for (int64_t p = at.item; p / warp_groups * warp_groups < a.bags.num_indices; p += at.step) {
+    const bool there = p < a.bags.num_indices;
+    const int64_t row = there ? load_integer(a.bags.indices, a.bags.index_type, p) : -1;
+    const int64_t bag = there && takes_part(a.bags, row) ? bag_at(a.bags, a.bag_of, p) : -1;
+    DotLanes<A> sum;
+    if (bag >= 0) {
+      const T* x = weight + row * a.weight_stride;
+      const A* g = grad + bag * a.dim;
+      for (int64_t d = at.lane * kDotLane; d < a.dim; d += kDotLanes) {
+        A left[kDotLane];
+        A right[kDotLane];
+        const int count = load_dot_lane<kVectors>(g, d, a.dim, left);
+        load_dot_lane<kVectors>(x, d, a.dim, right);
+#pragma unroll
+        for (int v = 0; v < kDotLane; ++v) {
+          if (v < count) sum.part[v] = add_rn(sum.part[v], mul_rn(left[v], right[v]));
+        }
+      }
+    }
+    A dot = fold(sum, lanes, [](A x, A y) { return add_rn(x, y); });
+    if (bag >= 0 && at.lane == 0) {
+      if (a.mode == Mode::mean) dot = div_rn(dot, load<1>(static_cast<const A*>(a.bag_count) + bag).item[0]);
+      static_cast<A*>(a.grad_weights)[p] = dot;
+    }
+  }
+}
+
+inline int launch_per_sample_backward(const PerSampleBackward& a, Stream stream) {
+  if (a.bags.num_indices == 0) return 0;
+  return with_dtype(a.weight_type, [&](auto dtype) {
+    using T = typename decltype(dtype)::type;
+    using A = typename AccOf<T>::type;
+    if (int error = describe_bags(a.bags, a.mode, a.bag_of, static_cast<A*>(a.bag_count), stream)) return error;
+    const bool vectors = dot_vectors(a.weight, a.weight_stride, a.dim, sizeof(T)) && aligned(a.grad_output, 16);
+    const int32_t lanes = dot_group(a.dim);
+    const dim3 grid = flat_grid(a.bags.num_indices * lanes);
+    auto kernel = vectors ? &per_sample_kernel<T, true> : &per_sample_kernel<T, false>;
+    return FE_LAUNCH(kernel, grid, kBlock, stream, a, lanes);
+  });
+}
+
+}  // namespace fastemb::cuda

@@ -1,0 +1,90 @@
+// The operators for CPU tensors: torch's threads, recycled buffers, checks before anything is written.
+#include <cstring>
+#include <vector>
+
+#include "torch/cpu_buffers.h"
+#include "torch/operators.h"
+
+namespace fastemb {
+namespace {
+
+void run_parallel(int64_t begin, int64_t end, int64_t grain, void (*body)(int64_t, int64_t, void*), void* context) {
+  torch::stable::parallel_for(begin, end, grain, [&](int64_t from, int64_t to) { body(from, to, context); });
+}
+
+struct CpuBackend {
+  CpuBackend(const std::string& op_name, const Tensor& like, const std::string& table_name)
+      : op(op_name), table(table_name), device(like.device()), parallel{run_parallel, torch::stable::get_num_threads()} {}
+  ~CpuBackend() {
+    for (void* buffer : buffers) release_buffer(buffer);
+  }
+  CpuBackend(const CpuBackend&) = delete;
+  CpuBackend& operator=(const CpuBackend&) = delete;
+
+  void check(const Bags& bags) const {
+    const ErrorReport report = cpu::check_bags(bags, parallel);
+    if (report.code != ErrorReport::none) raise(op, report, &bags, table);
+  }
+
+  ErrorReport* error() const { return nullptr; }
+
+  Tensor empty(const std::vector<int64_t>& sizes, ScalarType type) const {
+    std::vector<int64_t> strides(sizes.size());
+    int64_t elements = 1;
+    for (size_t d = sizes.size(); d-- > 0;) {
+      strides[d] = elements;
+      elements *= sizes[d] > 0 ? sizes[d] : 1;
+    }
+    for (int64_t size : sizes) elements = size == 0 ? 0 : elements;
+    void* data = acquire_buffer(elements * element_bytes(type));
+    return torch::stable::from_blob(data, sizes, strides, device, type, release_buffer);
+  }
+
+  Tensor zeros(const std::vector<int64_t>& sizes, ScalarType type) const {
+    Tensor tensor = empty(sizes, type);
+    char* data = static_cast<char*>(tensor.mutable_data_ptr());
+    torch::stable::parallel_for(0, tensor.numel() * element_bytes(type), int64_t{1} << 20, [&](int64_t from, int64_t to) {
+      std::memset(data + from, 0, static_cast<size_t>(to - from));
+    });
+    return tensor;
+  }
+
+  void* scratch(int64_t bytes) {
+    buffers.push_back(acquire_buffer(bytes));
+    return buffers.back();
+  }
+
+  void gather(const Gather& problem) const { cpu::gather(&problem, 1, parallel); }
+  void bag_forward(const BagForward& problem) const { cpu::bag_forward(&problem, 1, parallel); }
+  void bag_backward(const BagBackward& problem) const { cpu::bag_backward(&problem, 1, parallel); }
+  void per_sample_backward(const PerSampleBackward& problem) const { cpu::per_sample_backward(&problem, 1, parallel); }
+  void renorm(const Renorm& problem) const { cpu::renorm(&problem, 1, parallel); }
+  void group_indices(GroupIndices problem) {
+    problem.scratch_bytes = cpu::group_indices_scratch_bytes(problem.bags, parallel);
+    problem.scratch = scratch(problem.scratch_bytes);
+    cpu::group_indices(&problem, 1, parallel);
+  }
+
+ private:
+  static int64_t element_bytes(ScalarType type) {
+    switch (type) {
+      case ScalarType::Half:
+      case ScalarType::BFloat16: return 2;
+      case ScalarType::Int:
+      case ScalarType::Float: return 4;
+      default: return 8;
+    }
+  }
+
+  const std::string& op;
+  const std::string& table;
+  torch::stable::Device device;
+  cpu::Parallel parallel;
+  std::vector<void*> buffers;
+};
+
+}  // namespace
+
+FE_REGISTER_OPERATORS(CPU, CpuBackend)
+
+}  // namespace fastemb

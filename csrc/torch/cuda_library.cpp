@@ -1,0 +1,112 @@
+// The operators for CUDA tensors: the current stream, scratch from torch's caching allocator, errors that surface later.
+//
+// FASTEMB_SYNC_CHECKS=1 waits for the stream after each operator, so that an error is raised by the call that made it.
+#include <cuda_runtime_api.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+
+#include "torch/cuda_errors.h"
+#include "torch/operators.h"
+
+namespace fastemb {
+namespace {
+
+void require_success(const std::string& op, cudaError_t error) {
+  if (error != cudaSuccess) throw std::runtime_error(op + ": CUDA error: " + cudaGetErrorString(error));
+}
+
+bool sync_checks() {
+  const char* value = std::getenv("FASTEMB_SYNC_CHECKS");
+  return value != nullptr && std::strcmp(value, "") != 0 && std::strcmp(value, "0") != 0;
+}
+
+struct CudaBackend {
+  CudaBackend(const std::string& op_name, const Tensor& like_tensor, const std::string& table_name)
+      : op(op_name),
+        table(table_name),
+        like(like_tensor),
+        guard(like.get_device_index()),
+        reports(ErrorReports::of(like.get_device_index())) {
+    void* current = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(like.get_device_index(), &current));
+    stream = static_cast<cudaStream_t>(current);
+    reports.raise_pending();
+  }
+
+  // The kernels check what they read.
+  void check(const Bags&) const {}
+
+  ErrorReport* error() { return reports.report_for(op, table); }
+
+  Tensor empty(const std::vector<int64_t>& sizes, ScalarType type) const {
+    return torch::stable::new_empty(like, sizes, type);
+  }
+
+  Tensor zeros(const std::vector<int64_t>& sizes, ScalarType type) const {
+    return torch::stable::new_zeros(like, sizes, type);
+  }
+
+  // Memory that the allocator hands out again once this stream has passed the operator.
+  void* scratch(int64_t bytes) {
+    buffers.push_back(empty({bytes}, ScalarType::Byte));
+    return buffers.back().mutable_data_ptr();
+  }
+
+  void gather(const Gather& problem) { finish(cuda::gather(&problem, 1, stream)); }
+  void bag_forward(const BagForward& problem) { finish(cuda::bag_forward(&problem, 1, stream)); }
+  void bag_backward(const BagBackward& problem) { finish(cuda::bag_backward(&problem, 1, stream)); }
+  void renorm(const Renorm& problem) { finish(cuda::renorm(&problem, 1, stream)); }
+
+  void per_sample_backward(PerSampleBackward problem) {
+    const int64_t acc_bytes = problem.weight_type == DType::f64 ? 8 : 4;
+    problem.bag_of = static_cast<int32_t*>(scratch(problem.bags.offsets == nullptr ? 0 : problem.bags.num_indices * 4));
+    problem.bag_count = scratch(problem.mode == Mode::mean ? problem.bags.num_bags * acc_bytes : 0);
+    finish(cuda::per_sample_backward(&problem, 1, stream));
+  }
+
+  void group_indices(GroupIndices problem) {
+    problem.scratch_bytes = cuda::group_indices_scratch_bytes(problem.bags);
+    if (problem.scratch_bytes < 0) throw std::runtime_error(op + ": the CUDA device cannot be used for sorting");
+    problem.scratch = scratch(problem.scratch_bytes);
+    finish(cuda::group_indices(&problem, 1, stream));
+  }
+
+ private:
+  void finish(int launched) {
+    require_success(op, static_cast<cudaError_t>(launched));
+    if (!sync_checks()) return;
+    cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+    require_success(op, cudaStreamIsCapturing(stream, &capturing));
+    if (capturing != cudaStreamCaptureStatusNone) return;
+    require_success(op, cudaStreamSynchronize(stream));
+    reports.raise_pending();
+  }
+
+  const std::string& op;
+  const std::string& table;
+  const Tensor& like;
+  torch::stable::accelerator::DeviceGuard guard;
+  ErrorReports& reports;
+  cudaStream_t stream = nullptr;
+  std::vector<Tensor> buffers;
+};
+
+// Waits for the probe's device and raises what its kernels have reported.
+void check_errors(Tensor probe) {
+  const torch::stable::accelerator::DeviceGuard guard(probe.get_device_index());
+  require_success("check_errors", cudaDeviceSynchronize());
+  ErrorReports::of(probe.get_device_index()).raise_pending();
+}
+
+}  // namespace
+
+FE_REGISTER_OPERATORS(CUDA, CudaBackend)
+
+STABLE_TORCH_LIBRARY_IMPL(fastemb, CUDA, m) { m.impl("check_errors", TORCH_BOX(&check_errors)); }
+
+}  // namespace fastemb

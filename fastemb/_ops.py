@@ -1,0 +1,469 @@
+"""The torch contract page: schema, fake kernel and autograd formula of every operator.
+
+Kernels live elsewhere: `_reference` is registered here for every device, `_native` then loads the
+faster ones over it. Callers use `fastemb.functional`, which validates; the operators check only
+what memory safety needs. The numerics are defined in ``csrc/ops.h``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastemb import _reference
+
+LIBRARY = torch.library.Library("fastemb", "DEF")
+_ops = torch.ops.fastemb
+
+SCHEMAS = {
+    "embedding": (
+        "(Tensor weight, Tensor indices, int padding_idx, bool scale_grad_by_freq, bool sparse, "
+        "ScalarType output_dtype, str table) -> Tensor"
+    ),
+    "embedding_bag": (
+        "(Tensor weight, Tensor indices, Tensor? offsets, Tensor? per_sample_weights, str mode, "
+        "int padding_idx, bool include_last_offset, bool scale_grad_by_freq, bool sparse, "
+        "ScalarType output_dtype, str table) -> (Tensor output, Tensor argmax)"
+    ),
+    "group_indices": (
+        "(Tensor indices, Tensor? offsets, SymInt num_embeddings, int padding_idx, "
+        "bool include_last_offset) "
+        "-> (Tensor order, Tensor rows, Tensor segments, Tensor num_rows)"
+    ),
+    "embedding_bag_backward": (
+        "(Tensor grad_output, Tensor indices, Tensor? offsets, Tensor? per_sample_weights, "
+        "Tensor? argmax, Tensor order, Tensor rows, Tensor segments, Tensor num_rows, "
+        "SymInt num_embeddings, SymInt out_rows, str mode, int padding_idx, "
+        "bool include_last_offset, bool scale_grad_by_freq, bool dense, ScalarType grad_dtype) "
+        "-> Tensor"
+    ),
+    "embedding_bag_per_sample_weights_backward": (
+        "(Tensor grad_output, Tensor weight, Tensor indices, Tensor? offsets, str mode, "
+        "int padding_idx, bool include_last_offset) -> Tensor"
+    ),
+    "embedding_renorm_": (
+        "(Tensor(a!) weight, Tensor indices, float max_norm, float norm_type, str table) -> ()"
+    ),
+}
+
+for _name, _schema in SCHEMAS.items():
+    LIBRARY.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(_name, getattr(_reference, _name), "CompositeExplicitAutograd")
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums over rows of ``dtype`` are kept in, and what their row gradients have."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _num_bags(indices: Tensor, offsets: Tensor | None, include_last_offset: bool) -> int:
+    if offsets is None:
+        return indices.shape[0]
+    return offsets.shape[0] - int(include_last_offset)
+
+
+# ---------------------------------------------------------------------------------------------
+# embedding
+# ---------------------------------------------------------------------------------------------
+
+
+@torch.library.register_fake("fastemb::embedding", lib=LIBRARY)
+def _embedding_fake(
+    weight: Tensor,
+    indices: Tensor,
+    padding_idx: int,
+    scale_grad_by_freq: bool,
+    sparse: bool,
+    output_dtype: torch.dtype,
+    table: str,
+) -> Tensor:
+    return weight.new_empty((*indices.shape, weight.shape[1]), dtype=output_dtype)
+
+
+def _embedding_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    weight, indices, ctx.padding_idx, ctx.scale_grad_by_freq, ctx.sparse, _, _ = inputs
+    ctx.save_for_backward(indices)
+    ctx.num_embeddings = weight.shape[0]
+    ctx.grad_dtype = accumulation_dtype(weight.dtype)
+
+
+def _embedding_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (indices,) = ctx.saved_tensors
+    grad_weight = None
+    if ctx.needs_input_grad[0]:
+        grad_weight = _weight_gradient(
+            grad.reshape(indices.numel(), grad.shape[-1]),
+            indices.reshape(-1, 1),
+            None,
+            None,
+            None,
+            ctx.num_embeddings,
+            "sum",
+            ctx.padding_idx,
+            False,
+            ctx.scale_grad_by_freq,
+            ctx.sparse,
+            ctx.grad_dtype,
+        )
+    return grad_weight, None, None, None, None, None, None
+
+
+torch.library.register_autograd(
+    "fastemb::embedding", _embedding_backward, setup_context=_embedding_setup, lib=LIBRARY
+)
+
+
+# ---------------------------------------------------------------------------------------------
+# embedding_bag
+# ---------------------------------------------------------------------------------------------
+
+
+@torch.library.register_fake("fastemb::embedding_bag", lib=LIBRARY)
+def _embedding_bag_fake(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor | None,
+    per_sample_weights: Tensor | None,
+    mode: str,
+    padding_idx: int,
+    include_last_offset: bool,
+    scale_grad_by_freq: bool,
+    sparse: bool,
+    output_dtype: torch.dtype,
+    table: str,
+) -> tuple[Tensor, Tensor]:
+    shape = (_num_bags(indices, offsets, include_last_offset), weight.shape[1])
+    argmax = weight.new_empty(shape if mode == "max" else (0,), dtype=torch.int32)
+    return weight.new_empty(shape, dtype=output_dtype), argmax
+
+
+def _embedding_bag_setup(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
+) -> None:
+    weight, indices, offsets, per_sample_weights, *options = inputs
+    (
+        ctx.mode,
+        ctx.padding_idx,
+        ctx.include_last_offset,
+        ctx.scale_grad_by_freq,
+        ctx.sparse,
+        _,
+        _,
+    ) = options
+    argmax = output[1]
+    ctx.mark_non_differentiable(argmax)
+    # The weight is kept only for the gradient that reads it, so that an optimizer may step in
+    # between and the table is not pinned to the graph.
+    needs_weight = per_sample_weights is not None and per_sample_weights.requires_grad
+    ctx.save_for_backward(
+        indices,
+        offsets,
+        per_sample_weights,
+        argmax if ctx.mode == "max" else None,
+        weight if needs_weight else None,
+    )
+    ctx.num_embeddings = weight.shape[0]
+    ctx.grad_dtype = accumulation_dtype(weight.dtype)
+
+
+def _embedding_bag_backward(
+    ctx: Any, grad: Tensor, _grad_argmax: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    indices, offsets, per_sample_weights, argmax, weight = ctx.saved_tensors
+    grad_weight = grad_per_sample = None
+    if ctx.needs_input_grad[0]:
+        grad_weight = _weight_gradient(
+            grad,
+            indices,
+            offsets,
+            per_sample_weights,
+            argmax,
+            ctx.num_embeddings,
+            ctx.mode,
+            ctx.padding_idx,
+            ctx.include_last_offset,
+            ctx.scale_grad_by_freq,
+            ctx.sparse,
+            ctx.grad_dtype,
+        )
+    if ctx.needs_input_grad[3]:
+        grad_per_sample = _ops.embedding_bag_per_sample_weights_backward(
+            grad.to(ctx.grad_dtype),
+            weight,
+            indices,
+            offsets,
+            ctx.mode,
+            ctx.padding_idx,
+            ctx.include_last_offset,
+        ).to(per_sample_weights.dtype)
+    return grad_weight, None, None, grad_per_sample, *[None] * 7
+
+
+torch.library.register_autograd(
+    "fastemb::embedding_bag",
+    _embedding_bag_backward,
+    setup_context=_embedding_bag_setup,
+    lib=LIBRARY,
+)
+
+
+# ---------------------------------------------------------------------------------------------
+# row gradients
+# ---------------------------------------------------------------------------------------------
+
+
+def _weight_gradient(
+    grad_output: Tensor,
+    indices: Tensor,
+    offsets: Tensor | None,
+    per_sample_weights: Tensor | None,
+    argmax: Tensor | None,
+    num_embeddings: int,
+    mode: str,
+    padding_idx: int,
+    include_last_offset: bool,
+    scale_grad_by_freq: bool,
+    sparse: bool,
+    grad_dtype: torch.dtype,
+) -> Tensor:
+    """Gradient of the table: dense, or a coalesced COO tensor of the rows that were looked up."""
+    order, rows, segments, num_rows = _ops.group_indices(
+        indices, offsets, num_embeddings, padding_idx, include_last_offset
+    )
+    # The number of distinct rows is data: reading it is the one host sync of a sparse gradient.
+    out_rows = int(num_rows.item()) if sparse else num_embeddings
+    values = _ops.embedding_bag_backward(
+        grad_output,
+        indices,
+        offsets,
+        per_sample_weights,
+        argmax,
+        order,
+        rows,
+        segments,
+        num_rows,
+        num_embeddings,
+        out_rows,
+        mode,
+        padding_idx,
+        include_last_offset,
+        scale_grad_by_freq,
+        not sparse,
+        grad_dtype,
+    )
+    if not sparse:
+        return values
+    return torch.sparse_coo_tensor(
+        rows[:out_rows].unsqueeze(0),
+        values,
+        (num_embeddings, values.shape[1]),
+        is_coalesced=True,
+        check_invariants=False,
+    )
+
+
+@torch.library.register_fake("fastemb::group_indices", lib=LIBRARY)
+def _group_indices_fake(
+    indices: Tensor,
+    offsets: Tensor | None,
+    num_embeddings: int,
+    padding_idx: int,
+    include_last_offset: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    n = indices.numel()
+    return (
+        indices.new_empty((n,), dtype=torch.int32),
+        indices.new_empty((n,), dtype=torch.int64),
+        indices.new_empty((n + 1,), dtype=torch.int32),
+        indices.new_empty((1,), dtype=torch.int32),
+    )
+
+
+@torch.library.register_fake("fastemb::embedding_bag_backward", lib=LIBRARY)
+def _row_gradient_fake(
+    grad_output: Tensor,
+    indices: Tensor,
+    offsets: Tensor | None,
+    per_sample_weights: Tensor | None,
+    argmax: Tensor | None,
+    order: Tensor,
+    rows: Tensor,
+    segments: Tensor,
+    num_rows: Tensor,
+    num_embeddings: int,
+    out_rows: int,
+    mode: str,
+    padding_idx: int,
+    include_last_offset: bool,
+    scale_grad_by_freq: bool,
+    dense: bool,
+    grad_dtype: torch.dtype,
+) -> Tensor:
+    return grad_output.new_empty((out_rows, grad_output.shape[1]), dtype=grad_dtype)
+
+
+def _row_gradient_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    tensors, options = inputs[:9], inputs[9:]
+    ctx.save_for_backward(*tensors)
+    (
+        ctx.num_embeddings,
+        _,
+        ctx.mode,
+        ctx.padding_idx,
+        ctx.include_last_offset,
+        ctx.scale_grad_by_freq,
+        ctx.dense,
+        _,
+    ) = options
+
+
+def _row_gradient_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The row gradient is linear in grad_output and in the weights of the samples.
+
+    With G the incoming gradient as a table, d/d grad_output is the forward lookup in G and
+    d/d per_sample_weights the per-sample gradient against G.
+    """
+    saved = ctx.saved_tensors
+    grad_output, indices, offsets, per_sample_weights, argmax, _, rows, segments, num_rows = saved
+    count = int(num_rows.item())
+    used = rows[:count]
+    values = grad.index_select(0, used) if ctx.dense else grad
+    if ctx.scale_grad_by_freq:
+        occurrences = (segments[1 : count + 1] - segments[:count]).to(grad.dtype)
+        values = values / occurrences.unsqueeze(1)
+    table = grad.new_zeros((ctx.num_embeddings, grad.shape[1])).index_copy(0, used, values)
+
+    grad_grad_output = grad_per_sample = None
+    if ctx.needs_input_grad[0]:
+        if ctx.mode == "max":
+            winners = _winning_rows(indices, offsets, argmax)
+            picked = table.gather(0, winners.clamp(min=0))
+            grad_grad_output = torch.where(winners >= 0, picked, 0).to(grad_output.dtype)
+        else:
+            grad_grad_output = _ops.embedding_bag(
+                table,
+                indices,
+                offsets,
+                per_sample_weights,
+                ctx.mode,
+                ctx.padding_idx,
+                ctx.include_last_offset,
+                False,
+                False,
+                grad_output.dtype,
+                "",
+            )[0]
+    if per_sample_weights is not None and ctx.needs_input_grad[3]:
+        grad_per_sample = _ops.embedding_bag_per_sample_weights_backward(
+            grad_output.to(grad.dtype),
+            table,
+            indices,
+            offsets,
+            ctx.mode,
+            ctx.padding_idx,
+            ctx.include_last_offset,
+        ).to(per_sample_weights.dtype)
+    return grad_grad_output, None, None, grad_per_sample, *[None] * 13
+
+
+def _winning_rows(indices: Tensor, offsets: Tensor | None, argmax: Tensor) -> Tensor:
+    """Row number behind each entry of argmax, [num_bags, dim] int64, -1 in an empty bag."""
+    num_bags = argmax.shape[0]
+    if offsets is None:
+        begin = torch.arange(num_bags, device=indices.device) * indices.shape[1]
+    else:
+        begin = offsets[:num_bags].to(torch.int64)
+    position = begin.unsqueeze(1) + argmax
+    if indices.numel() == 0:
+        return torch.full_like(position, -1)
+    row = indices.reshape(-1)[position.clamp(min=0, max=indices.numel() - 1)].to(torch.int64)
+    return torch.where(argmax >= 0, row, -1)
+
+
+torch.library.register_autograd(
+    "fastemb::embedding_bag_backward",
+    _row_gradient_backward,
+    setup_context=_row_gradient_setup,
+    lib=LIBRARY,
+)
+
+
+# ---------------------------------------------------------------------------------------------
+# gradient of the per-sample weights
+# ---------------------------------------------------------------------------------------------
+
+
+@torch.library.register_fake("fastemb::embedding_bag_per_sample_weights_backward", lib=LIBRARY)
+def _per_sample_fake(
+    grad_output: Tensor,
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor | None,
+    mode: str,
+    padding_idx: int,
+    include_last_offset: bool,
+) -> Tensor:
+    return weight.new_empty(indices.shape, dtype=accumulation_dtype(weight.dtype))
+
+
+def _per_sample_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.mode, ctx.padding_idx, ctx.include_last_offset = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _per_sample_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Bilinear in grad_output and weight: each derivative is a lookup weighted by ``grad``."""
+    grad_output, weight, indices, offsets = ctx.saved_tensors
+    grad_grad_output = grad_weight = None
+    if ctx.needs_input_grad[0]:
+        grad_grad_output = _ops.embedding_bag(
+            weight,
+            indices,
+            offsets,
+            grad,
+            ctx.mode,
+            ctx.padding_idx,
+            ctx.include_last_offset,
+            False,
+            False,
+            grad_output.dtype,
+            "",
+        )[0]
+    if ctx.needs_input_grad[1]:
+        grad_weight = _weight_gradient(
+            grad_output,
+            indices,
+            offsets,
+            grad,
+            None,
+            weight.shape[0],
+            ctx.mode,
+            ctx.padding_idx,
+            ctx.include_last_offset,
+            False,
+            False,
+            accumulation_dtype(weight.dtype),
+        )
+    return grad_grad_output, grad_weight, None, None, None, None, None
+
+
+torch.library.register_autograd(
+    "fastemb::embedding_bag_per_sample_weights_backward",
+    _per_sample_backward,
+    setup_context=_per_sample_setup,
+    lib=LIBRARY,
+)
+
+
+# ---------------------------------------------------------------------------------------------
+# renorm
+# ---------------------------------------------------------------------------------------------
+
+
+@torch.library.register_fake("fastemb::embedding_renorm_", lib=LIBRARY)
+def _renorm_fake(
+    weight: Tensor, indices: Tensor, max_norm: float, norm_type: float, table: str
+) -> None:
+    return None

@@ -1,0 +1,297 @@
+"""Functions with the signatures of `torch.nn.functional`, validated, over every backend.
+
+The only callers of ``torch.ops.fastemb``. What depends on the values of ids and offsets is checked
+by the operators themselves: on the CPU before anything is written (`IndexError`, `ValueError`); on
+CUDA without a host sync, raised by a later call (see `fastemb.check_errors`).
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from fastemb import _ops  # noqa: F401  (defines torch.ops.fastemb)
+
+__all__ = ["embedding", "embedding_bag"]
+
+TABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INDEX_DTYPES = (torch.int32, torch.int64)
+_MODES = ("sum", "mean", "max")
+_MAX_INDICES = 2**31 - 1
+
+
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+    *,
+    output_dtype: torch.dtype | None = None,
+    table: str = "",
+) -> Tensor:
+    """Rows of ``weight`` named by ``input``; `torch.nn.functional.embedding` and more.
+
+    Args:
+        input: int32 or int64, any shape.
+        weight: (num_embeddings, embedding_dim), float16, bfloat16, float32 or float64.
+        padding_idx: row that gets no gradient; negative counts from the end.
+        max_norm: rows looked up whose ``norm_type`` norm exceeds this are scaled down to it, in
+            place, before the lookup.
+        scale_grad_by_freq: divide a row's gradient by how often ``input`` names it.
+        sparse: the gradient of ``weight`` is a coalesced COO tensor of the rows looked up.
+        output_dtype: dtype of the result; that of ``weight`` by default.
+        table: the table's name in error messages.
+
+    Returns:
+        ``(*input.shape, embedding_dim)``. Gradients reach ``weight`` in FP32 (FP64 for a float64
+        table); autograd rounds them to ``weight.dtype`` unless ``weight.grad_dtype`` says float32.
+
+    Raises:
+        TypeError: a dtype outside those above.
+        ValueError: a shape, device or option that does not fit.
+        IndexError: an id outside ``[0, num_embeddings)``.
+    """
+    op = "embedding"
+    _check_weight(op, weight)
+    _check_input(op, input, weight)
+    pad = _resolve_padding(op, padding_idx, weight.shape[0])
+    dtype = _resolve_output_dtype(op, output_dtype, weight)
+    if max_norm is not None:
+        _renorm(weight, input, max_norm, norm_type, table)
+    args = (weight, input, pad, scale_grad_by_freq, sparse, dtype, table)
+    if sparse and _in_compiled_training(weight):
+        return _embedding_outside_graph(*args)
+    return torch.ops.fastemb.embedding(*args)
+
+
+def embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+    *,
+    output_dtype: torch.dtype | None = None,
+    table: str = "",
+) -> Tensor:
+    """Sums, means or maxima of bags of rows; `torch.nn.functional.embedding_bag` and more.
+
+    Args:
+        input: int32 or int64 ids; (num_bags, bag_length), or 1-D with ``offsets``.
+        weight: (num_embeddings, embedding_dim), float16, bfloat16, float32 or float64.
+        offsets: int32 or int64, where each bag begins in a 1-D ``input``: ascending from 0.
+        max_norm, norm_type, scale_grad_by_freq, sparse, output_dtype, table: as in `embedding`.
+        mode: "sum", "mean" or "max". In "max" a NaN wins, and of equal values the first.
+        per_sample_weights: weight of each id, shape of ``input``, any float dtype; "sum" and
+            "mean". The mean divides the weighted sum by the number of ids in the bag.
+        include_last_offset: the last offset closes the last bag; ids behind it are in no bag.
+        padding_idx: ids equal to it are left out of the bag; negative counts from the end.
+
+    Returns:
+        ``(num_bags, embedding_dim)``; an empty bag is zero. Sums are kept in FP32 (FP64 for a
+        float64 table) and rounded once.
+
+    Raises:
+        TypeError, ValueError, IndexError: as in `embedding`; ValueError also for offsets that do
+        not ascend from 0 or pass the end of ``input``.
+    """
+    op = "embedding_bag"
+    _check_weight(op, weight)
+    _check_input(op, input, weight)
+    _check_bags(op, input, offsets, include_last_offset)
+    if mode not in _MODES:
+        raise ValueError(f"{op}: mode must be 'sum', 'mean' or 'max', got {mode!r}")
+    if mode == "max" and scale_grad_by_freq:
+        raise ValueError(f"{op}: scale_grad_by_freq must be False in mode 'max', got True")
+    if per_sample_weights is not None:
+        _check_per_sample_weights(op, per_sample_weights, input, mode)
+    pad = _resolve_padding(op, padding_idx, weight.shape[0])
+    dtype = _resolve_output_dtype(op, output_dtype, weight)
+    if max_norm is not None:
+        _renorm(weight, input, max_norm, norm_type, table)
+    args = (
+        weight,
+        input,
+        offsets,
+        per_sample_weights,
+        mode,
+        pad,
+        include_last_offset,
+        scale_grad_by_freq,
+        sparse,
+        dtype,
+        table,
+    )
+    if sparse and _in_compiled_training(weight):
+        return _embedding_bag_outside_graph(*args)
+    return torch.ops.fastemb.embedding_bag(*args)[0]
+
+
+# ---------------------------------------------------------------------------------------------
+# checks that read shapes and dtypes only
+# ---------------------------------------------------------------------------------------------
+
+
+def _got(tensor: Tensor) -> str:
+    return f"{tensor.dim()}-D {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _check_weight(op: str, weight: Tensor) -> None:
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"{op}: weight must be a tensor, got {type(weight).__name__}")
+    if weight.dtype not in TABLE_DTYPES:
+        raise TypeError(
+            f"{op}: weight must be float16, bfloat16, float32 or float64, got {_got(weight)}"
+        )
+    if weight.dim() != 2:
+        raise ValueError(f"{op}: weight must be 2-D, got {_got(weight)}")
+
+
+def _check_input(op: str, input: Tensor, weight: Tensor) -> None:
+    if not isinstance(input, Tensor):
+        raise TypeError(f"{op}: input must be a tensor, got {type(input).__name__}")
+    if input.dtype not in _INDEX_DTYPES:
+        raise TypeError(f"{op}: input must be int32 or int64, got {_got(input)}")
+    if input.device != weight.device:
+        raise ValueError(
+            f"{op}: input must be on weight's device {weight.device}, got {input.device}"
+        )
+    if input.numel() > _MAX_INDICES:
+        raise ValueError(
+            f"{op}: input must hold at most {_MAX_INDICES} ids, got {input.numel()}"
+        )
+
+
+def _check_bags(
+    op: str, input: Tensor, offsets: Tensor | None, include_last_offset: bool
+) -> None:
+    if input.dim() == 2:
+        if offsets is not None:
+            raise ValueError(f"{op}: offsets must be None for a 2-D input, got {_got(offsets)}")
+        return
+    if input.dim() != 1:
+        raise ValueError(f"{op}: input must be 1-D or 2-D, got {_got(input)}")
+    if not isinstance(offsets, Tensor):
+        raise ValueError(f"{op}: offsets must be a tensor for a 1-D input, got {offsets!r}")
+    if offsets.dtype not in _INDEX_DTYPES:
+        raise TypeError(f"{op}: offsets must be 1-D int32 or int64, got {_got(offsets)}")
+    if offsets.dim() != 1:
+        raise ValueError(f"{op}: offsets must be 1-D int32 or int64, got {_got(offsets)}")
+    if offsets.device != input.device:
+        raise ValueError(
+            f"{op}: offsets must be on input's device {input.device}, got {offsets.device}"
+        )
+    if include_last_offset and offsets.shape[0] == 0:
+        raise ValueError(
+            f"{op}: offsets must hold at least one element with include_last_offset, got 0"
+        )
+
+
+def _check_per_sample_weights(op: str, weights: Tensor, input: Tensor, mode: str) -> None:
+    if mode == "max":
+        raise ValueError(f"{op}: per_sample_weights must be None in mode 'max', got a tensor")
+    if not isinstance(weights, Tensor):
+        raise TypeError(f"{op}: per_sample_weights must be a tensor, got {type(weights).__name__}")
+    if weights.dtype not in TABLE_DTYPES:
+        raise TypeError(
+            f"{op}: per_sample_weights must be float16, bfloat16, float32 or float64, "
+            f"got {_got(weights)}"
+        )
+    if weights.shape != input.shape:
+        raise ValueError(
+            f"{op}: per_sample_weights must have input's shape {tuple(input.shape)}, "
+            f"got {tuple(weights.shape)}"
+        )
+    if weights.device != input.device:
+        raise ValueError(
+            f"{op}: per_sample_weights must be on input's device {input.device}, "
+            f"got {weights.device}"
+        )
+
+
+def _resolve_padding(op: str, padding_idx: int | None, num_embeddings: int) -> int:
+    """Non-negative padding row, -1 for none."""
+    if padding_idx is None:
+        return -1
+    if not -num_embeddings <= padding_idx < num_embeddings:
+        raise ValueError(
+            f"{op}: padding_idx must be within [-{num_embeddings}, {num_embeddings}), "
+            f"got {padding_idx}"
+        )
+    return padding_idx % num_embeddings
+
+
+def _resolve_output_dtype(op: str, output_dtype: torch.dtype | None, weight: Tensor) -> torch.dtype:
+    if output_dtype is None:
+        return weight.dtype
+    if output_dtype not in TABLE_DTYPES:
+        raise TypeError(
+            f"{op}: output_dtype must be float16, bfloat16, float32 or float64, got {output_dtype}"
+        )
+    return output_dtype
+
+
+def _renorm(weight: Tensor, input: Tensor, max_norm: float, norm_type: float, table: str) -> None:
+    if not max_norm >= 0:
+        raise ValueError(f"embedding_renorm_: max_norm must not be negative, got {max_norm}")
+    if not norm_type > 0:
+        raise ValueError(f"embedding_renorm_: norm_type must be positive, got {norm_type}")
+    with torch.no_grad():
+        torch.ops.fastemb.embedding_renorm_(
+            weight, input, float(max_norm), float(norm_type), table
+        )
+    # The dispatcher does not count this write by itself; without it autograd could not tell that
+    # a tensor saved by an earlier operation has changed.
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(weight)
+
+
+# ---------------------------------------------------------------------------------------------
+# sparse gradients under torch.compile
+# ---------------------------------------------------------------------------------------------
+
+_warned_of_graph_break = False
+
+
+def _in_compiled_training(weight: Tensor) -> bool:
+    """Dynamo is tracing and a gradient will be wanted: AOTAutograd cannot trace a COO gradient."""
+    return (
+        torch.compiler.is_dynamo_compiling()
+        and not torch.compiler.is_exporting()
+        and weight.requires_grad
+        and torch.is_grad_enabled()
+    )
+
+
+def _warn_of_graph_break() -> None:
+    global _warned_of_graph_break
+    if not _warned_of_graph_break:
+        _warned_of_graph_break = True
+        warnings.warn(
+            "fastemb: a lookup with sparse=True runs outside the compiled graph (torch.compile "
+            "cannot trace sparse gradients); use sparse=False for one graph",
+            stacklevel=3,
+        )
+
+
+@torch.compiler.disable
+def _embedding_outside_graph(*args: object) -> Tensor:
+    _warn_of_graph_break()
+    return torch.ops.fastemb.embedding(*args)
+
+
+@torch.compiler.disable
+def _embedding_bag_outside_graph(*args: object) -> Tensor:
+    _warn_of_graph_break()
+    return torch.ops.fastemb.embedding_bag(*args)[0]
