@@ -107,7 +107,7 @@ struct BagBackward {
   Groups groups;
   Mode mode;
   bool scale_grad_by_freq;
-  bool dense;                      // the caller has zeroed grad_rows
+  bool dense;                      // CUDA: the caller has zeroed grad_rows; CPU: the kernel zeroes the other rows
   const void* grad_output;         // [num_bags, dim] grad_type
   DType grad_type;                 // f64 goes with acc double, the others with float
   int64_t dim;

@@ -7,6 +7,7 @@ what memory safety needs. The numerics are defined in ``csrc/ops.h``.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -58,6 +59,12 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _remember_table(ctx: Any, weight: Tensor) -> None:
+    ctx.num_embeddings = weight.shape[0]
+    ctx.grad_dtype = accumulation_dtype(weight.dtype)
+    ctx.leaf = weakref.ref(weight) if ctx.sparse and weight.is_leaf else None
+
+
 def _num_bags(indices: Tensor, offsets: Tensor | None, include_last_offset: bool) -> int:
     if offsets is None:
         return indices.shape[0]
@@ -85,8 +92,7 @@ def _embedding_fake(
 def _embedding_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     weight, indices, ctx.padding_idx, ctx.scale_grad_by_freq, ctx.sparse, _, _ = inputs
     ctx.save_for_backward(indices)
-    ctx.num_embeddings = weight.shape[0]
-    ctx.grad_dtype = accumulation_dtype(weight.dtype)
+    _remember_table(ctx, weight)
 
 
 def _embedding_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -106,6 +112,7 @@ def _embedding_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             ctx.scale_grad_by_freq,
             ctx.sparse,
             ctx.grad_dtype,
+            ctx.leaf,
         )
     return grad_weight, None, None, None, None, None, None
 
@@ -139,9 +146,7 @@ def _embedding_bag_fake(
     return weight.new_empty(shape, dtype=output_dtype), argmax
 
 
-def _embedding_bag_setup(
-    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
-) -> None:
+def _embedding_bag_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     weight, indices, offsets, per_sample_weights, *options = inputs
     (
         ctx.mode,
@@ -164,8 +169,7 @@ def _embedding_bag_setup(
         argmax if ctx.mode == "max" else None,
         weight if needs_weight else None,
     )
-    ctx.num_embeddings = weight.shape[0]
-    ctx.grad_dtype = accumulation_dtype(weight.dtype)
+    _remember_table(ctx, weight)
 
 
 def _embedding_bag_backward(
@@ -187,6 +191,7 @@ def _embedding_bag_backward(
             ctx.scale_grad_by_freq,
             ctx.sparse,
             ctx.grad_dtype,
+            ctx.leaf,
         )
     if ctx.needs_input_grad[3]:
         grad_per_sample = _ops.embedding_bag_per_sample_weights_backward(
@@ -227,6 +232,7 @@ def _weight_gradient(
     scale_grad_by_freq: bool,
     sparse: bool,
     grad_dtype: torch.dtype,
+    leaf: weakref.ref[Tensor] | None = None,
 ) -> Tensor:
     """Gradient of the table: dense, or a coalesced COO tensor of the rows that were looked up."""
     order, rows, segments, num_rows = _ops.group_indices(
@@ -255,13 +261,39 @@ def _weight_gradient(
     )
     if not sparse:
         return values
-    return torch.sparse_coo_tensor(
+    gradient = torch.sparse_coo_tensor(
         rows[:out_rows].unsqueeze(0),
         values,
         (num_embeddings, values.shape[1]),
         is_coalesced=True,
         check_invariants=False,
     )
+    if leaf is not None:
+        _keep_coalesced(leaf, gradient)
+    return gradient
+
+
+def _keep_coalesced(leaf: weakref.ref[Tensor], gradient: Tensor) -> None:
+    """Autograd drops the coalesced flag when it stores a sparse gradient; set it again.
+
+    Without it every reader sorts and copies rows that are sorted already (`SparseAdam`, or
+    ``coalesce()``, which takes longer than the backward). Only a gradient that still is this one,
+    not a sum of several, is marked.
+    """
+    values_at, count = gradient._values().data_ptr(), gradient._nnz()
+
+    def mark() -> None:
+        weight = leaf()
+        stored = None if weight is None else weight.grad
+        if (
+            stored is not None
+            and stored.layout == torch.sparse_coo
+            and stored._nnz() == count
+            and stored._values().data_ptr() == values_at
+        ):
+            stored._coalesced_(True)
+
+    torch.autograd.Variable._execution_engine.queue_callback(mark)
 
 
 @torch.library.register_fake("fastemb::group_indices", lib=LIBRARY)

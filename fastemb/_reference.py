@@ -38,7 +38,7 @@ class _Bags:
             if not include_last_offset:
                 bounds = torch.cat([bounds, bounds.new_tensor([flat.numel()])])
             num_bags = bounds.numel() - 1
-            _check_offsets(op, offsets, flat.numel())
+            check_offsets(op, offsets, flat.numel())
         covered = flat[: int(bounds[-1])] if num_bags > 0 else flat[:0]
         _check_indices(op, covered, num_embeddings, table)
         self.num_bags = num_bags
@@ -77,7 +77,7 @@ def _check_indices(op: str, indices: Tensor, num_embeddings: int, table: str) ->
         )
 
 
-def _check_offsets(op: str, offsets: Tensor, num_indices: int) -> None:
+def check_offsets(op: str, offsets: Tensor, num_indices: int) -> None:
     values = offsets.to(torch.int64)
     if values.numel() == 0:
         return
@@ -270,8 +270,9 @@ def embedding_bag_per_sample_weights_backward(
 def embedding_renorm_(
     weight: Tensor, indices: Tensor, max_norm: float, norm_type: float, table: str
 ) -> None:
-    rows = indices.reshape(-1).to(torch.int64).unique()
-    _check_indices("embedding_renorm_", rows, weight.shape[0], table)
+    flat = indices.reshape(-1).to(torch.int64)
+    _check_indices("embedding_renorm_", flat, weight.shape[0], table)
+    rows = flat.unique()
     values = weight.detach().index_select(0, rows).to(_accumulation_dtype(weight.dtype))
     norms = torch.linalg.vector_norm(values, norm_type, dim=1, keepdim=True)
     scaled = values * (max_norm / (norms + 1e-7))

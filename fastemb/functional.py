@@ -12,10 +12,14 @@ import warnings
 import torch
 from torch import Tensor
 
-from fastemb import _ops  # noqa: F401  (defines torch.ops.fastemb)
+from fastemb import (
+    _ops,  # noqa: F401  (defines torch.ops.fastemb)
+    _reference,
+)
 
 __all__ = ["embedding", "embedding_bag"]
 
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
 TABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _MODES = ("sum", "mean", "max")
@@ -57,15 +61,18 @@ def embedding(
         IndexError: an id outside ``[0, num_embeddings)``.
     """
     op = "embedding"
-    _check_weight(op, weight)
+    check_weight(op, weight)
     _check_input(op, input, weight)
-    pad = _resolve_padding(op, padding_idx, weight.shape[0])
+    pad = resolve_padding(op, padding_idx, weight.shape[0])
     dtype = _resolve_output_dtype(op, output_dtype, weight)
     if max_norm is not None:
         _renorm(weight, input, max_norm, norm_type, table)
     args = (weight, input, pad, scale_grad_by_freq, sparse, dtype, table)
-    if sparse and _in_compiled_training(weight):
-        return _embedding_outside_graph(*args)
+    if _in_compiled_training(weight):
+        if sparse:
+            return _embedding_outside_graph(*args)
+        if weight.dtype in _LOW_PRECISION:
+            _warn_of_rounded_gradient()
     return torch.ops.fastemb.embedding(*args)
 
 
@@ -107,18 +114,18 @@ def embedding_bag(
         not ascend from 0 or pass the end of ``input``.
     """
     op = "embedding_bag"
-    _check_weight(op, weight)
+    check_weight(op, weight)
     _check_input(op, input, weight)
     _check_bags(op, input, offsets, include_last_offset)
-    if mode not in _MODES:
-        raise ValueError(f"{op}: mode must be 'sum', 'mean' or 'max', got {mode!r}")
-    if mode == "max" and scale_grad_by_freq:
-        raise ValueError(f"{op}: scale_grad_by_freq must be False in mode 'max', got True")
+    check_mode(op, mode, scale_grad_by_freq)
     if per_sample_weights is not None:
         _check_per_sample_weights(op, per_sample_weights, input, mode)
-    pad = _resolve_padding(op, padding_idx, weight.shape[0])
+    pad = resolve_padding(op, padding_idx, weight.shape[0])
     dtype = _resolve_output_dtype(op, output_dtype, weight)
     if max_norm is not None:
+        # The rows are rewritten before the lookup sees the offsets; wrong ones must not get there.
+        if type(offsets) is Tensor and offsets.device.type == "cpu" and not torch.compiler.is_compiling():
+            _reference.check_offsets(op, offsets, input.numel())
         _renorm(weight, input, max_norm, norm_type, table)
     args = (
         weight,
@@ -133,8 +140,11 @@ def embedding_bag(
         dtype,
         table,
     )
-    if sparse and _in_compiled_training(weight):
-        return _embedding_bag_outside_graph(*args)
+    if _in_compiled_training(weight):
+        if sparse:
+            return _embedding_bag_outside_graph(*args)
+        if weight.dtype in _LOW_PRECISION:
+            _warn_of_rounded_gradient()
     return torch.ops.fastemb.embedding_bag(*args)[0]
 
 
@@ -147,7 +157,7 @@ def _got(tensor: Tensor) -> str:
     return f"{tensor.dim()}-D {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _check_weight(op: str, weight: Tensor) -> None:
+def check_weight(op: str, weight: Tensor) -> None:
     if not isinstance(weight, Tensor):
         raise TypeError(f"{op}: weight must be a tensor, got {type(weight).__name__}")
     if weight.dtype not in TABLE_DTYPES:
@@ -156,6 +166,13 @@ def _check_weight(op: str, weight: Tensor) -> None:
         )
     if weight.dim() != 2:
         raise ValueError(f"{op}: weight must be 2-D, got {_got(weight)}")
+
+
+def check_mode(op: str, mode: str, scale_grad_by_freq: bool) -> None:
+    if mode not in _MODES:
+        raise ValueError(f"{op}: mode must be 'sum', 'mean' or 'max', got {mode!r}")
+    if mode == "max" and scale_grad_by_freq:
+        raise ValueError(f"{op}: scale_grad_by_freq must be False in mode 'max', got True")
 
 
 def _check_input(op: str, input: Tensor, weight: Tensor) -> None:
@@ -168,14 +185,10 @@ def _check_input(op: str, input: Tensor, weight: Tensor) -> None:
             f"{op}: input must be on weight's device {weight.device}, got {input.device}"
         )
     if input.numel() > _MAX_INDICES:
-        raise ValueError(
-            f"{op}: input must hold at most {_MAX_INDICES} ids, got {input.numel()}"
-        )
+        raise ValueError(f"{op}: input must hold at most {_MAX_INDICES} ids, got {input.numel()}")
 
 
-def _check_bags(
-    op: str, input: Tensor, offsets: Tensor | None, include_last_offset: bool
-) -> None:
+def _check_bags(op: str, input: Tensor, offsets: Tensor | None, include_last_offset: bool) -> None:
     if input.dim() == 2:
         if offsets is not None:
             raise ValueError(f"{op}: offsets must be None for a 2-D input, got {_got(offsets)}")
@@ -220,7 +233,7 @@ def _check_per_sample_weights(op: str, weights: Tensor, input: Tensor, mode: str
         )
 
 
-def _resolve_padding(op: str, padding_idx: int | None, num_embeddings: int) -> int:
+def resolve_padding(op: str, padding_idx: int | None, num_embeddings: int) -> int:
     """Non-negative padding row, -1 for none."""
     if padding_idx is None:
         return -1
@@ -248,9 +261,7 @@ def _renorm(weight: Tensor, input: Tensor, max_norm: float, norm_type: float, ta
     if not norm_type > 0:
         raise ValueError(f"embedding_renorm_: norm_type must be positive, got {norm_type}")
     with torch.no_grad():
-        torch.ops.fastemb.embedding_renorm_(
-            weight, input, float(max_norm), float(norm_type), table
-        )
+        torch.ops.fastemb.embedding_renorm_(weight, input, float(max_norm), float(norm_type), table)
     # The dispatcher does not count this write by itself; without it autograd could not tell that
     # a tensor saved by an earlier operation has changed.
     if not torch.compiler.is_compiling():
@@ -258,10 +269,11 @@ def _renorm(weight: Tensor, input: Tensor, max_norm: float, norm_type: float, ta
 
 
 # ---------------------------------------------------------------------------------------------
-# sparse gradients under torch.compile
+# gradients under torch.compile
 # ---------------------------------------------------------------------------------------------
 
 _warned_of_graph_break = False
+_warned_of_rounded_gradient = False
 
 
 def _in_compiled_training(weight: Tensor) -> bool:
@@ -295,3 +307,17 @@ def _embedding_outside_graph(*args: object) -> Tensor:
 def _embedding_bag_outside_graph(*args: object) -> Tensor:
     _warn_of_graph_break()
     return torch.ops.fastemb.embedding_bag(*args)[0]
+
+
+@torch.compiler.assume_constant_result  # runs while dynamo traces, leaves nothing in the graph
+def _warn_of_rounded_gradient() -> None:
+    """AOTAutograd traces parameters without their ``grad_dtype``."""
+    global _warned_of_rounded_gradient
+    if not _warned_of_rounded_gradient:
+        _warned_of_rounded_gradient = True
+        warnings.warn(
+            "fastemb: torch.compile rounds the finished gradient of an fp16 or bf16 table to the "
+            "dtype of the table, so values below its range are lost; sparse=True, or the lookup "
+            "outside the compiled region, keeps it in FP32",
+            stacklevel=2,
+        )

@@ -95,9 +95,17 @@ void renorm(const Renorm* problems, int64_t count, const Parallel& parallel) {
 
 }  // namespace fastemb::cpu
 
-// Read by fastemb/_native.py for its report: the active level, and those the machine has.
-extern "C" __attribute__((visibility("default"))) const char* fastemb_cpu_isa() {
-  return fastemb::cpu::active().name;
+// Read by fastemb/_native.py for its report: the active level (what is wrong instead, when FASTEMB_CPU_ISA names none),
+// and those the machine has.
+extern "C" __attribute__((visibility("default"))) const char* fastemb_cpu_isa() noexcept {
+  static const std::string name = [] {
+    try {
+      return std::string(fastemb::cpu::active().name);
+    } catch (const std::exception& error) {
+      return std::string(error.what());
+    }
+  }();
+  return name.c_str();
 }
 extern "C" __attribute__((visibility("default"))) const char* fastemb_cpu_isa_available() {
   static const std::string names = fastemb::cpu::available_levels();

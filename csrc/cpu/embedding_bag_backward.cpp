@@ -1,4 +1,5 @@
-// Row gradients on the CPU. Segments (the occurrences of one row) are shared out to threads by length; a segment much
+// Row gradients on the CPU. A dense gradient is written once, the rows that no id names as zeros between those that are
+// summed. Segments (the occurrences of one row) are shared out to threads by length; a segment much
 // longer than a chunk, a hot id, is split by chunks over all threads, and its partial sums are added in chunk order.
 #include "cpu/kernels.h"
 #include "cpu/rows.h"
@@ -7,6 +8,7 @@ namespace fastemb::cpu::FE_ISA {
 namespace {
 
 inline constexpr int64_t kLong = 8 * kChunk;  // a segment longer than this is worth the second pass
+inline constexpr int64_t kStreamBytes = int64_t{16} << 20;  // outputs beyond this do not stay in a cache anyway
 
 // bag_of[p] for every position, bag_count[b] for a mean.
 template <typename A>
@@ -58,7 +60,7 @@ struct Terms {
   }
 
   // Sorted positions [begin, end), at most kChunk of them; `limit` bounds what may be prefetched.
-  void list_chunk(int64_t begin, int64_t end, int64_t limit, RowList<T>& list) const {
+  void list_positions(int64_t begin, int64_t end, int64_t limit, RowList<T>& list) const {
     for (int64_t k = begin; k < end; ++k) {
       const int32_t position = p.groups.order[k];
       const int64_t b = bag(position);
@@ -113,7 +115,7 @@ void sum_segment(const Terms<T>& terms, int64_t begin, int64_t end, int64_t limi
       terms.max_chunk(chunk, chunk_end, sum.empty ? out : part);
       sum.added_part();
     } else {
-      terms.list_chunk(chunk, chunk_end, limit, list);
+      terms.list_positions(chunk, chunk_end, limit, list);
       sum.add(list, terms.scaled);
     }
   }
@@ -176,28 +178,104 @@ void sum_long_segments(const Terms<T>& terms, int64_t num_rows, int64_t position
   }
 }
 
+// Zeros between the rows of a dense gradient.
+template <typename A>
+void zero_rows(const BagBackward& p, int64_t begin, int64_t end, Leave leave) {
+  A* out = static_cast<A*>(p.grad_rows);
+  const int64_t first = begin * p.dim, last = end * p.dim;
+  if (leave == Leave::cached) {
+    memset(out + first, 0, static_cast<size_t>(last - first) * sizeof(A));
+  } else {
+    for (int64_t i = first; i < last; i += kLanes<A>) stream(out + i, Vec<A>{});
+  }
+}
+
+template <typename A>
+Leave way_out(const BagBackward& p, int64_t num_rows) {
+  const int64_t rows = p.dense ? p.bags.num_embeddings : num_rows;
+  const bool whole_vectors = p.dim % kLanes<A> == 0 && reinterpret_cast<uintptr_t>(p.grad_rows) % kVectorBytes == 0;
+  const bool large = rows * p.dim * static_cast<int64_t>(sizeof(A)) > kStreamBytes;
+  return whole_vectors && large && !p.scale_grad_by_freq && p.mode != Mode::max ? Leave::streamed : Leave::cached;
+}
+
+// Segments [first, last) but the long ones.
+template <typename T>
+struct SegmentRange {
+  using A = typename AccOf<T>::type;
+
+  SegmentRange(const Terms<T>& terms_in, int64_t positions_in, Leave leave_in)
+      : terms(terms_in), p(terms_in.p), positions(positions_in), leave(leave_in), part(p.dim) {}
+
+  void sum(int64_t first, int64_t last) {
+    const int32_t* segments = p.groups.segments;
+    for (int64_t k = first; k < last;) {
+      const int64_t length = segments[k + 1] - segments[k];
+      if (length > kLong) {
+        ++k;
+      } else if (length > kChunk || p.mode == Mode::max) {
+        A* row = target_row<A>(p, k);
+        sum_segment<T, A>(terms, segments[k], segments[k + 1], positions, list, part.data, row);
+        finish(p, k, row);
+        ++k;
+      } else {
+        k = sum_short(k, last);
+      }
+    }
+  }
+
+ private:
+  // As many whole segments as one list holds: their rows are looked up together, so that the loads overlap.
+  int64_t sum_short(int64_t first, int64_t last) {
+    const int32_t* segments = p.groups.segments;
+    const int64_t begin = segments[first];
+    int64_t end = first + 1;
+    while (end < last && segments[end + 1] - begin <= kChunk) ++end;
+    terms.list_positions(begin, segments[end], positions, list);
+    for (int64_t k = first; k < end; ++k) {
+      A* row = target_row<A>(p, k);
+      sum_rows(list, segments[k] - begin, segments[k + 1] - begin, terms.scaled, p.dim, leave, row);
+      finish(p, k, row);
+    }
+    return end;
+  }
+
+  const Terms<T>& terms;
+  const BagBackward& p;
+  int64_t positions;
+  Leave leave;
+  Scratch<A> part;
+  RowList<T> list;
+};
+
 template <typename T>
 void backward(const BagBackward& p, const Parallel& parallel) {
   using A = typename AccOf<T>::type;
   prepare<A>(p, parallel);
   const int64_t num_rows = *p.groups.num_rows;
-  const int32_t* segments = p.groups.segments;
-  const int64_t positions = segments[num_rows];
+  const int64_t positions = p.groups.segments[num_rows];
   const Terms<T> terms(p);
+  const Leave leave = way_out<A>(p, num_rows);
 
-  const auto start = [&](int64_t k) { return static_cast<int64_t>(segments[k]); };
-  const int64_t pieces = pieces_for(parallel, positions * p.dim);
+  // A dense gradient also costs the rows in front of each segment's row.
+  const auto start = [&](int64_t k) {
+    const int64_t zeros = !p.dense ? 0 : k < num_rows ? p.groups.rows[k] : p.bags.num_embeddings;
+    return p.groups.segments[k] + zeros;
+  };
+  const int64_t total = start(num_rows);
+  const int64_t pieces = pieces_for(parallel, total * p.dim);
   parallel_ranges(parallel, pieces, 1, [&](int64_t piece, int64_t piece_end) {
-    const int64_t first = split_point(num_rows, positions, piece, pieces, start);
-    const int64_t last = split_point(num_rows, positions, piece_end, pieces, start);
-    Scratch<A> part(p.dim);
-    RowList<T> list;
-    for (int64_t k = first; k < last; ++k) {
-      if (segments[k + 1] - segments[k] > kLong) continue;
-      A* row = target_row<A>(p, k);
-      sum_segment<T, A>(terms, segments[k], segments[k + 1], positions, list, part.data, row);
-      finish(p, k, row);
+    const int64_t first = split_point(num_rows, total, piece, pieces, start);
+    const int64_t last = piece_end == pieces ? num_rows : split_point(num_rows, total, piece_end, pieces, start);
+    if (p.dense) {
+      int64_t next = first == 0 ? 0 : p.groups.rows[first - 1] + 1;
+      for (int64_t k = first; k < last; ++k) {
+        zero_rows<A>(p, next, p.groups.rows[k], leave);
+        next = p.groups.rows[k] + 1;
+      }
+      if (piece_end == pieces) zero_rows<A>(p, next, p.bags.num_embeddings, leave);
     }
+    SegmentRange<T>(terms, positions, leave).sum(first, last);
+    if (leave == Leave::streamed) stream_fence();
   });
   if (positions > kLong) sum_long_segments(terms, num_rows, positions, parallel);
 }

@@ -25,13 +25,48 @@ FE_FUNCTION void prefetch_row(const void* row, int64_t bytes) {
   for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(static_cast<const char*>(row) + byte, 0, 2);
 }
 
+// How a finished row leaves: through the caches, or streamed past them (a large output that is written once would
+// otherwise first be read). Streaming needs rows that start and end on a vector, and a fence before others read.
+enum class Leave { cached, streamed };
+
+FE_FUNCTION void stream(float* p, Vec<float> v) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(p, (__m512)v);
+#elif defined(__AVX2__)
+  _mm256_stream_ps(p, (__m256)v);
+#elif defined(__SSE2__)
+  _mm_stream_ps(p, (__m128)v);
+#else
+  store(p, v);
+#endif
+}
+
+FE_FUNCTION void stream(double* p, Vec<double> v) {
+#if defined(__AVX512F__)
+  _mm512_stream_pd(p, (__m512d)v);
+#elif defined(__AVX2__)
+  _mm256_stream_pd(p, (__m256d)v);
+#elif defined(__SSE2__)
+  _mm_stream_pd(p, (__m128d)v);
+#else
+  store(p, v);
+#endif
+}
+
+FE_FUNCTION void stream_fence() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
 // N vectors of columns from `first`; the last of them at `last`, so that the row's end is met by overlapping the
 // neighbour (both compute the same sums).
-template <int N, bool kScaled, typename T, typename A>
-FE_FUNCTION void sum_columns(const RowList<T>& list, int64_t first, int64_t last, int64_t prefetch_bytes, A* part) {
+template <int N, bool kScaled, Leave kLeave, typename T, typename A>
+FE_FUNCTION void sum_columns(const RowList<T>& list, int64_t begin, int64_t end, int64_t first, int64_t last,
+                             int64_t prefetch_bytes, A* out) {
   constexpr int L = kLanes<A>;
   Vec<A> sums[N] = {};
-  for (int64_t i = 0; i < list.count; ++i) {
+  for (int64_t i = begin; i < end; ++i) {
     const T* row = list.rows[i];
     prefetch_row(list.ahead[i], prefetch_bytes);
 #pragma GCC unroll 8
@@ -41,24 +76,32 @@ FE_FUNCTION void sum_columns(const RowList<T>& list, int64_t first, int64_t last
       sums[v] += x;
     }
   }
-  for (int v = 0; v < N; ++v) store(part + (v == N - 1 ? last : first + v * L), sums[v]);
+#pragma GCC unroll 8
+  for (int v = 0; v < N; ++v) {
+    A* at = out + (v == N - 1 ? last : first + v * L);
+    if constexpr (kLeave == Leave::streamed) {
+      stream(at, sums[v]);
+    } else {
+      store(at, sums[v]);
+    }
+  }
 }
 
 // dim < one vector.
 template <bool kScaled, typename T, typename A>
-FE_FUNCTION void sum_narrow(const RowList<T>& list, int64_t dim, A* part) {
+FE_FUNCTION void sum_narrow(const RowList<T>& list, int64_t begin, int64_t end, int64_t dim, A* out) {
   Vec<A> sum = {};
-  for (int64_t i = 0; i < list.count; ++i) {
+  for (int64_t i = begin; i < end; ++i) {
     prefetch_row(list.ahead[i], 1);
     Vec<A> x = load_part<A>(list.rows[i], dim);
     if constexpr (kScaled) x = broadcast(list.scales[i]) * x;
     sum += x;
   }
-  memcpy(part, &sum, static_cast<size_t>(dim) * sizeof(A));
+  memcpy(out, &sum, static_cast<size_t>(dim) * sizeof(A));
 }
 
-template <bool kScaled, typename T, typename A>
-FE_FUNCTION void sum_wide(const RowList<T>& list, int64_t dim, A* part) {
+template <bool kScaled, Leave kLeave, typename T, typename A>
+FE_FUNCTION void sum_wide(const RowList<T>& list, int64_t begin, int64_t end, int64_t dim, A* out) {
   constexpr int L = kLanes<A>;
   const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(T));
   const int64_t prefetch_bytes = row_bytes < kPrefetchBytes ? row_bytes : kPrefetchBytes;
@@ -68,9 +111,9 @@ FE_FUNCTION void sum_wide(const RowList<T>& list, int64_t dim, A* part) {
     const int64_t last = left <= kMaxVectors ? dim - L : first + (n - 1) * L;
     const int64_t ahead = first == 0 ? prefetch_bytes : 0;
     switch (n) {
-#define FE_CASE(N) \
-  case N:          \
-    sum_columns<N, kScaled>(list, first, last, ahead, part); \
+#define FE_CASE(N)                                                                     \
+  case N:                                                                              \
+    sum_columns<N, kScaled, kLeave>(list, begin, end, first, last, ahead, out); \
     break;
       FE_CASE(1) FE_CASE(2) FE_CASE(3) FE_CASE(4) FE_CASE(5) FE_CASE(6) FE_CASE(7) FE_CASE(8)
 #undef FE_CASE
@@ -78,13 +121,26 @@ FE_FUNCTION void sum_wide(const RowList<T>& list, int64_t dim, A* part) {
   }
 }
 
-// part[0..dim) = the list's sum.
-template <typename T, typename A>
-static void sum_rows(const RowList<T>& list, bool scaled, int64_t dim, A* part) {
+// out[0..dim) = sum of the list's rows [begin, end).
+template <bool kScaled, typename T, typename A>
+static void sum_rows(const RowList<T>& list, int64_t begin, int64_t end, int64_t dim, Leave leave, A* out) {
   if (dim < kLanes<A>) {
-    return scaled ? sum_narrow<true>(list, dim, part) : sum_narrow<false>(list, dim, part);
+    sum_narrow<kScaled>(list, begin, end, dim, out);
+  } else if (leave == Leave::streamed) {
+    sum_wide<kScaled, Leave::streamed>(list, begin, end, dim, out);
+  } else {
+    sum_wide<kScaled, Leave::cached>(list, begin, end, dim, out);
   }
-  return scaled ? sum_wide<true>(list, dim, part) : sum_wide<false>(list, dim, part);
+}
+
+template <typename T, typename A>
+FE_FUNCTION void sum_rows(const RowList<T>& list, int64_t begin, int64_t end, bool scaled, int64_t dim, Leave leave,
+                          A* out) {
+  if (scaled) {
+    sum_rows<true>(list, begin, end, dim, leave, out);
+  } else {
+    sum_rows<false>(list, begin, end, dim, leave, out);
+  }
 }
 
 // Sums of all chunks of one output row: acc (dim elements) holds the result, part is scratch of the same size.
@@ -97,7 +153,7 @@ struct ChunkedSum {
 
   template <typename T>
   void add(const RowList<T>& list, bool scaled) {
-    sum_rows(list, scaled, dim, empty ? acc : part);
+    sum_rows(list, 0, list.count, scaled, dim, Leave::cached, empty ? acc : part);
     added_part();
   }
 

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <new>
 
-#if defined(__F16C__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 

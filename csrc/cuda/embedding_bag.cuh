@@ -9,10 +9,19 @@ namespace fastemb::cuda {
 template <int V>
 inline constexpr int kRowsAhead = V == 1 ? 8 : 4;
 
-// One group's V columns of the row at `row`, or nothing read where `wanted` is not set.
+// The row that position p of a bag names, or -1: nothing to add there.
+template <typename I>
+FE_DEVICE I row_to_add(const BagForward& a, int64_t p, bool reporter) {
+  const I row = load<1>(static_cast<const I*>(a.bags.indices) + p).item[0];
+  if (takes_part(a.bags, row)) return row;
+  if (reporter && !in_table(a.bags, row)) report(a.error, ErrorReport::bad_index, p, row, a.bags.num_embeddings);
+  return -1;
+}
+
+// A lane's V columns of a row; nothing is read for row -1.
 template <int V, typename T>
-FE_DEVICE Vec<T, V> load_row(const T* weight, int64_t stride, int64_t row, int64_t column, bool wanted) {
-  return wanted ? load<V>(weight + row * stride + column) : Vec<T, V>{};
+FE_DEVICE Vec<T, V> load_row(const T* weight, int64_t stride, int64_t row, int64_t column) {
+  return row >= 0 ? load<V>(weight + row * stride + column) : Vec<T, V>{};
 }
 
 // sum and mean: output columns [column, column + V) of bag b.
@@ -28,23 +37,15 @@ FE_DEVICE void pool_bag(const BagForward& a, int64_t b, int64_t column, bool rep
     const int64_t chunk_end = chunk + kChunk < range.end ? chunk + kChunk : range.end;
     A part[V] = {};
     for (int64_t p = chunk; p < chunk_end; p += kAhead) {
-      int64_t row[kAhead];
-      bool used[kAhead];
+      I row[kAhead];
       Vec<T, V> x[kAhead];
 #pragma unroll
-      for (int u = 0; u < kAhead; ++u) {
-        const bool there = p + u < chunk_end;
-        row[u] = there ? load_integer<I>(a.bags.indices, p + u) : 0;
-        used[u] = there && takes_part(a.bags, row[u]);
-        if (there && reporter && !in_table(a.bags, row[u])) {
-          report(a.error, ErrorReport::bad_index, p + u, row[u], a.bags.num_embeddings);
-        }
-      }
+      for (int u = 0; u < kAhead; ++u) row[u] = p + u < chunk_end ? row_to_add<I>(a, p + u, reporter) : -1;
 #pragma unroll
-      for (int u = 0; u < kAhead; ++u) x[u] = load_row<V>(weight, a.weight_stride, row[u], column, used[u]);
+      for (int u = 0; u < kAhead; ++u) x[u] = load_row<V>(weight, a.weight_stride, row[u], column);
 #pragma unroll
       for (int u = 0; u < kAhead; ++u) {
-        if (!used[u]) continue;
+        if (row[u] < 0) continue;
         ++count;
         if (a.per_sample_weights != nullptr) {
           const A scale = load_as<A>(a.per_sample_weights, a.per_sample_type, p + u);
@@ -78,23 +79,15 @@ FE_DEVICE void max_bag(const BagForward& a, int64_t b, int64_t column, bool repo
 #pragma unroll
   for (int v = 0; v < V; ++v) winner.item[v] = -1;
   for (int64_t p = range.begin; p < range.end; p += kAhead) {
-    int64_t row[kAhead];
-    bool used[kAhead];
+    I row[kAhead];
     Vec<T, V> x[kAhead];
 #pragma unroll
-    for (int u = 0; u < kAhead; ++u) {
-      const bool there = p + u < range.end;
-      row[u] = there ? load_integer<I>(a.bags.indices, p + u) : 0;
-      used[u] = there && takes_part(a.bags, row[u]);
-      if (there && reporter && !in_table(a.bags, row[u])) {
-        report(a.error, ErrorReport::bad_index, p + u, row[u], a.bags.num_embeddings);
-      }
-    }
+    for (int u = 0; u < kAhead; ++u) row[u] = p + u < range.end ? row_to_add<I>(a, p + u, reporter) : -1;
 #pragma unroll
-    for (int u = 0; u < kAhead; ++u) x[u] = load_row<V>(weight, a.weight_stride, row[u], column, used[u]);
+    for (int u = 0; u < kAhead; ++u) x[u] = load_row<V>(weight, a.weight_stride, row[u], column);
 #pragma unroll
     for (int u = 0; u < kAhead; ++u) {
-      if (!used[u]) continue;
+      if (row[u] < 0) continue;
 #pragma unroll
       for (int v = 0; v < V; ++v) {
         const A y = widen(x[u].item[v]);
@@ -112,7 +105,7 @@ FE_DEVICE void max_bag(const BagForward& a, int64_t b, int64_t column, bool repo
 }
 
 template <typename T, typename I, bool kMax, int V>
-__global__ void __launch_bounds__(kBlock, V == 8 ? 2 : 3) bag_forward_kernel(BagForward a, int32_t lanes, int64_t tiles) {
+__global__ void __launch_bounds__(kBlock, 3) bag_forward_kernel(BagForward a, int32_t lanes, int64_t tiles) {
   const Place at = place(lanes);
   for (int64_t tile = blockIdx.y; tile < tiles; tile += gridDim.y) {
     const int64_t column = (tile * lanes + at.lane) * V;
@@ -174,7 +167,7 @@ __global__ void __launch_bounds__(kBlock, 3) gather_kernel(Gather a, int32_t lan
       }
 #pragma unroll
       for (int u = 0; u < kAhead; ++u) {
-        x[u] = load_row<V>(weight, a.weight_stride, row[u], column, in_table(a.bags, row[u]));
+        x[u] = load_row<V>(weight, a.weight_stride, in_table(a.bags, row[u]) ? row[u] : -1, column);
       }
 #pragma unroll
       for (int u = 0; u < kAhead; ++u) {

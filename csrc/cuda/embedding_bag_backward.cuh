@@ -21,6 +21,67 @@
 
 namespace fastemb::cuda {
 
+// ---- which bag a position is in, how many positions a bag has ----------------------------------------------------
+
+// The bag of position p, or -1: the last bag that begins at or before p, if it also reaches p.
+FE_DEVICE int32_t find_bag(const Bags& bags, int64_t p) {
+  int64_t low = 0;
+  int64_t high = bags.num_bags;
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    if (load_integer(bags.offsets, bags.offset_type, middle) <= p) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  if (low == 0) return -1;
+  const BagRange range = bag_range(bags, low - 1);
+  return range.begin <= p && p < range.end ? static_cast<int32_t>(low - 1) : -1;
+}
+
+// bag_of[p] for bags with offsets.
+__global__ void __launch_bounds__(kBlock) find_bags(Bags bags, int32_t* bag_of) {
+  for (int64_t p = flat_thread(); p < bags.num_indices; p += flat_threads()) bag_of[p] = find_bag(bags, p);
+}
+
+// The same without a search where bags have one length. Positions fit 31 bits.
+FE_DEVICE int32_t bag_at(const Bags& bags, const int32_t* bag_of, int32_t p) {
+  if (bags.offsets != nullptr) return load<1>(bag_of + p).item[0];
+  return bags.bag_length == 1 ? p : p / static_cast<int32_t>(bags.bag_length);
+}
+
+// count[b] = positions of bag b that take part. One warp a bag.
+template <typename A>
+__global__ void __launch_bounds__(kBlock) count_bags(Bags bags, A* count) {
+  const Place at = place(kWarp);
+  for (int64_t b = at.item; b < bags.num_bags; b += at.step) {
+    const BagRange range = bag_range(bags, b);
+    int64_t n = 0;
+    for (int64_t p = range.begin + at.lane; p < range.end; p += kWarp) {
+      n += takes_part(bags, load_integer(bags.indices, bags.index_type, p)) ? 1 : 0;
+    }
+    n = warp_sum(n);
+    if (at.lane == 0) count[b] = static_cast<A>(n);
+  }
+}
+
+// What the backward passes ask about bags, written where they need it: bag_of for bags with offsets, count for mean.
+template <typename A>
+int describe_bags(const Bags& bags, Mode mode, int32_t* bag_of, A* count, Stream stream) {
+  if (bags.offsets != nullptr) {
+    if (int error = FE_LAUNCH(find_bags, flat_grid(bags.num_indices), kBlock, stream, bags, bag_of)) return error;
+  }
+  if (mode == Mode::mean && bags.num_bags > 0) {
+    if (int error = FE_LAUNCH(count_bags<A>, flat_grid(bags.num_bags * kWarp), kBlock, stream, bags, count)) {
+      return error;
+    }
+  }
+  return 0;
+}
+
+// ---- row gradients -----------------------------------------------------------------------------------------------
+
 // Gradient rows that a lane has on the way at once. Divides kChunk. Winners of 16-bit vectors take twice the registers
 // of the gradients themselves.
 template <bool kMax, int V>
@@ -40,8 +101,8 @@ FE_DEVICE void sum_chunk(const BagBackward& a, int64_t begin, int64_t end, int64
   constexpr int kAhead = kGradsAhead<kMax, V>;
   const G* grad = static_cast<const G*>(a.grad_output);
   for (int64_t i = begin; i < end; i += kAhead) {
-    int64_t position[kAhead];
-    int64_t bag[kAhead];
+    int32_t position[kAhead];
+    int32_t bag[kAhead];
     Vec<G, V> g[kAhead] = {};
     Vec<int32_t, V> winner[kAhead] = {};
 #pragma unroll
@@ -51,8 +112,8 @@ FE_DEVICE void sum_chunk(const BagBackward& a, int64_t begin, int64_t end, int64
 #pragma unroll
     for (int u = 0; u < kAhead; ++u) {
       if (bag[u] < 0) continue;
-      g[u] = load<V>(grad + bag[u] * a.dim + column);
-      if constexpr (kMax) winner[u] = load<V>(a.argmax + bag[u] * a.dim + column);
+      g[u] = load<V>(grad + static_cast<int64_t>(bag[u]) * a.dim + column);
+      if constexpr (kMax) winner[u] = load<V>(a.argmax + static_cast<int64_t>(bag[u]) * a.dim + column);
     }
 #pragma unroll
     for (int u = 0; u < kAhead; ++u) {
@@ -83,7 +144,7 @@ FE_DEVICE void store_row_gradient(const BagBackward& a, int64_t k, int64_t lengt
 
 // Segments of at most kChunk positions.
 template <typename G, bool kMax, int V>
-__global__ void __launch_bounds__(kBlock, 2) short_segments_kernel(BagBackward a, int32_t lanes, int64_t tiles) {
+__global__ void __launch_bounds__(kBlock, kMax ? 2 : 3) short_segments_kernel(BagBackward a, int32_t lanes, int64_t tiles) {
   using A = typename AccOf<G>::type;
   const Place at = place(lanes);
   const int64_t num_rows = *a.groups.num_rows;
@@ -229,6 +290,8 @@ inline int launch_bag_backward(const BagBackward& a, Stream stream) {
   });
 }
 
+// ---- per-sample weights ------------------------------------------------------------------------------------------
+
 // grad_weights[p] = dot(grad_output[bag(p)], weight[indices[p]]). One group of lanes a position.
 template <typename T, bool kVectors>
 __global__ void __launch_bounds__(kBlock, 3) per_sample_kernel(PerSampleBackward a, int32_t lanes) {
@@ -241,7 +304,7 @@ __global__ void __launch_bounds__(kBlock, 3) per_sample_kernel(PerSampleBackward
   for (int64_t p = at.item; p / warp_groups * warp_groups < a.bags.num_indices; p += at.step) {
     const bool there = p < a.bags.num_indices;
     const int64_t row = there ? load_integer(a.bags.indices, a.bags.index_type, p) : -1;
-    const int64_t bag = there && takes_part(a.bags, row) ? bag_at(a.bags, a.bag_of, p) : -1;
+    const int64_t bag = there && takes_part(a.bags, row) ? bag_at(a.bags, a.bag_of, static_cast<int32_t>(p)) : -1;
     DotLanes<A> sum;
     if (bag >= 0) {
       const T* x = weight + row * a.weight_stride;

@@ -49,6 +49,8 @@ struct CpuBackend {
     return tensor;
   }
 
+  Tensor dense_gradient(const std::vector<int64_t>& sizes, ScalarType type) const { return empty(sizes, type); }
+
   void* scratch(int64_t bytes) {
     buffers.push_back(acquire_buffer(bytes));
     return buffers.back();

@@ -43,28 +43,25 @@ ErrorReports& ErrorReports::of(int32_t device) {
 
 ErrorReports::ErrorReports() {
   const OutsideCapture outside;
-  void* host = nullptr;
-  void* device = nullptr;
-  check(cudaHostAlloc(&host, kReports * sizeof(ErrorReport), cudaHostAllocMapped), "allocating error reports");
-  std::memset(host, 0, kReports * sizeof(ErrorReport));
-  check(cudaHostGetDevicePointer(&device, host, 0), "mapping error reports");
-  reports_ = static_cast<ErrorReport*>(host);
-  device_reports_ = static_cast<ErrorReport*>(device);
+  void* memory = nullptr;
+  check(cudaHostAlloc(&memory, kReports * sizeof(ErrorReport), cudaHostAllocMapped), "allocating error reports");
+  std::memset(memory, 0, kReports * sizeof(ErrorReport));
+  reports_ = static_cast<ErrorReport*>(memory);
 }
 
 ErrorReport* ErrorReports::report_for(const std::string& op, const std::string& table) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto known = places_.find({op, table});
-  if (known != places_.end()) return device_reports_ + known->second;
-  if (names_.size() == kReports) return device_reports_ + kReports - 1;
+  if (known != places_.end()) return reports_ + known->second;
+  if (names_.size() == kReports) return reports_ + kReports - 1;
   if (names_.size() == kReports - 1) {
     names_.emplace_back("fastemb", "");
-    return device_reports_ + kReports - 1;
+    return reports_ + kReports - 1;
   }
   const size_t place = names_.size();
   names_.emplace_back(op, table);
   places_[{op, table}] = place;
-  return device_reports_ + place;
+  return reports_ + place;
 }
 
 void ErrorReports::raise_pending() {

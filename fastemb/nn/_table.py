@@ -1,0 +1,122 @@
+"""What `Embedding` and `EmbeddingBag` share: the parameter that holds the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastemb._memory import advise_huge_pages
+from fastemb._ops import accumulation_dtype
+from fastemb.functional import TABLE_DTYPES
+
+
+def check_table_dtype(op: str, dtype: torch.dtype) -> None:
+    """Raise `TypeError` for a dtype that no table can have."""
+    if dtype not in TABLE_DTYPES:
+        raise TypeError(f"{op}: dtype must be float16, bfloat16, float32 or float64, got {dtype}")
+
+
+def keep_full_gradients(weight: Tensor) -> None:
+    """Give a leaf parameter the ``grad_dtype`` of its row gradients, FP32 for fp16 and bf16.
+
+    torch rounds a gradient to the dtype of its parameter unless ``grad_dtype`` says otherwise, and
+    loses that attribute in ``deepcopy``, pickle, ``to_empty`` and ``load_state_dict(assign=True)``.
+    A gradient that is there already is converted. Anything but a leaf parameter is left alone.
+    """
+    if not isinstance(weight, nn.Parameter) or not weight.is_leaf:
+        return
+    wanted = accumulation_dtype(weight.dtype)
+    if weight.grad_dtype == wanted:
+        return
+    grad = weight.grad
+    weight.grad = None  # torch refuses to change grad_dtype under a gradient
+    weight.grad_dtype = wanted
+    if grad is not None:
+        weight.grad = grad.to(wanted)
+
+
+class Table(nn.Module):
+    """Mixin before `nn.Embedding` or `nn.EmbeddingBag`; both keep their table in ``weight``.
+
+    Attributes:
+        output_dtype: dtype of the result, that of ``weight`` when None.
+        table: the table's name in error messages.
+    """
+
+    # Class attributes, so that a module which `fastemb.convert` made from torch's has them too.
+    output_dtype: torch.dtype | None = None
+    table: str = ""
+
+    def _finish_init(self, output_dtype: torch.dtype | None, table: str) -> None:
+        op = type(self).__name__
+        check_table_dtype(op, self._parameter().dtype)
+        if output_dtype is not None and output_dtype not in TABLE_DTYPES:
+            raise TypeError(
+                f"{op}: output_dtype must be float16, bfloat16, float32 or float64, "
+                f"got {output_dtype}"
+            )
+        self.output_dtype = output_dtype
+        self.table = table
+        keep_full_gradients(self._parameter())
+
+    def _parameter(self) -> nn.Parameter:
+        weight = self._parameters["weight"]
+        assert weight is not None
+        return weight
+
+    def reset_parameters(self) -> None:
+        # First touch decides the page size, so the advice comes before the initialisation.
+        advise_huge_pages(self._parameter())
+        super().reset_parameters()  # type: ignore[misc]
+
+    def extra_repr(self) -> str:
+        text = super().extra_repr()
+        if self.output_dtype is not None:
+            text += f", output_dtype={self.output_dtype}"
+        return text
+
+    # ---- wherever torch loses grad_dtype ----
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Table:
+        """`.to()`, `.half()`, `.cuda()` and the like.
+
+        A dtype conversion is for the table; its gradient is converted to what goes with the new
+        table, straight from what it was, and never through the low precision.
+        """
+        weight = self._parameters.get("weight")
+        grad = None if weight is None else weight.grad
+        if weight is None or grad is None:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            self._restore_grad_dtype()
+            return self
+        weight.grad = None
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        except BaseException:
+            weight.grad = grad
+            raise
+        self._restore_grad_dtype()
+        weight = self._parameter()  # not always the one from before
+        with torch.no_grad():
+            moved = fn(grad)
+        wanted = accumulation_dtype(weight.dtype)
+        if moved.dtype != wanted:
+            moved = grad.to(device=moved.device, dtype=wanted)
+        weight.grad = moved
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._restore_grad_dtype()
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._restore_grad_dtype()
+
+    def _restore_grad_dtype(self) -> None:
+        weight = self._parameters.get("weight")
+        if weight is not None:
+            keep_full_gradients(weight)

@@ -1,0 +1,323 @@
+"""The CUDA kernels as a backend on CPU tensors, run by ``cuda_emu.h``.
+
+`load` builds the kernels as plain C++ (once for each state of the sources) and gives an object with
+one method per operator, the signatures of `fastemb._native.backend`. Outputs are filled with NaN or
+a marker before the kernels run, so what they leave unwritten shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+MODULE = "fastemb_emu_kernels"
+DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
+INDEX_TYPES = {torch.int32: 0, torch.int64: 1}
+MODES = {"sum": 0, "mean": 1, "max": 2}
+UNWRITTEN = -77
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-O1")
+
+
+def _sources() -> list[Path]:
+    native = [p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".h", ".cuh")]
+    return sorted([*native, *HERE.glob("*.h"), *HERE.glob("*.cpp")])
+
+
+def build(block: int, sanitize: bool) -> Path:
+    """The module's path; compiles it when the sources or the options have changed."""
+    import pybind11
+
+    options = [f"-DFASTEMB_BLOCK_THREADS={block}", *(SANITIZERS if sanitize else ("-O1",))]
+    compiler = os.environ.get("CXX", "g++")
+    command = [
+        *(compiler, "-std=c++20", "-g1", "-fPIC", "-shared", "-fvisibility=hidden"),
+        *("-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
+        *("-DFASTEMB_EMU", *options, f"-I{ROOT / 'csrc'}", f"-I{HERE}"),
+        *(f"-isystem{pybind11.get_include()}", f"-isystem{sysconfig.get_paths()['include']}"),
+        str(HERE / "kernels.cpp"),
+    ]
+    digest = hashlib.sha256(repr((command, sys.version_info[:2])).encode())
+    for source in _sources():
+        digest.update(source.read_bytes())
+    folder = HERE / "build" / digest.hexdigest()[:16]
+    module = folder / f"{MODULE}.so"
+    if not module.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f"{MODULE}.{os.getpid()}.partial"
+        subprocess.run([*command, "-o", str(partial)], check=True)
+        partial.rename(module)
+    return module
+
+
+def missing_tools() -> str | None:
+    """Why the kernels cannot be built here, or None."""
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        return "no C++ compiler"
+    if importlib.util.find_spec("pybind11") is None:
+        return "no pybind11"
+    return None
+
+
+def load(block: int = 64, sanitize: bool = False) -> EmuBackend:
+    spec = importlib.util.spec_from_file_location(MODULE, build(block, sanitize))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return EmuBackend(module)
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _unwritten(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.full(shape, torch.nan if dtype.is_floating_point else UNWRITTEN, dtype=dtype)
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class EmuBackend:
+    """Operators over the emulated kernels. ``raises = False`` leaves device errors in ``error``."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.raises = True
+        self.error: tuple[int, int, int, int] | None = None
+
+    def set_order(self, order: str, seed: int = 0) -> None:
+        """Order of blocks and threads: ``forward``, ``backward`` or ``shuffled``."""
+        self.module.set_order(order, seed)
+
+    def embedding(
+        self,
+        weight: Tensor,
+        indices: Tensor,
+        padding_idx: int,
+        scale_grad_by_freq: bool,
+        sparse: bool,
+        output_dtype: torch.dtype,
+        table: str,
+    ) -> Tensor:
+        flat = indices.reshape(-1).contiguous()
+        output = _unwritten((flat.numel(), weight.shape[1]), output_dtype)
+        report = torch.zeros(4, dtype=torch.int64)
+        self.module.gather(
+            **self._bags(flat.reshape(-1, 1), None, weight.shape[0], -1, False),
+            **self._table(weight),
+            output=output.data_ptr(),
+            output_type=DTYPES[output_dtype],
+            error=report.data_ptr(),
+        )
+        self._check("embedding", report)
+        return output.reshape(*indices.shape, weight.shape[1])
+
+    def embedding_bag(
+        self,
+        weight: Tensor,
+        indices: Tensor,
+        offsets: Tensor | None,
+        per_sample_weights: Tensor | None,
+        mode: str,
+        padding_idx: int,
+        include_last_offset: bool,
+        scale_grad_by_freq: bool,
+        sparse: bool,
+        output_dtype: torch.dtype,
+        table: str,
+    ) -> tuple[Tensor, Tensor]:
+        bags = self._bags(indices, offsets, weight.shape[0], padding_idx, include_last_offset)
+        shape = (bags["num_bags"], weight.shape[1])
+        output = _unwritten(shape, output_dtype)
+        argmax = _unwritten(shape if mode == "max" else (0,), torch.int32)
+        report = torch.zeros(4, dtype=torch.int64)
+        self.module.bag_forward(
+            **bags,
+            **self._table(weight),
+            **self._samples(per_sample_weights),
+            mode=MODES[mode],
+            output=output.data_ptr(),
+            output_type=DTYPES[output_dtype],
+            argmax=argmax.data_ptr() if mode == "max" else 0,
+            error=report.data_ptr(),
+        )
+        self._check("embedding_bag", report)
+        return output, argmax
+
+    def group_indices(
+        self,
+        indices: Tensor,
+        offsets: Tensor | None,
+        num_embeddings: int,
+        padding_idx: int,
+        include_last_offset: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        n = indices.numel()
+        order = _unwritten((n,), torch.int32)
+        rows = _unwritten((n,), torch.int64)
+        segments = _unwritten((n + 1,), torch.int32)
+        num_rows = _unwritten((1,), torch.int32)
+        self.module.group_indices(
+            **self._bags(indices, offsets, num_embeddings, padding_idx, include_last_offset),
+            **self._groups(order, rows, segments, num_rows),
+        )
+        return order, rows, segments, num_rows
+
+    def embedding_bag_backward(
+        self,
+        grad_output: Tensor,
+        indices: Tensor,
+        offsets: Tensor | None,
+        per_sample_weights: Tensor | None,
+        argmax: Tensor | None,
+        order: Tensor,
+        rows: Tensor,
+        segments: Tensor,
+        num_rows: Tensor,
+        num_embeddings: int,
+        out_rows: int,
+        mode: str,
+        padding_idx: int,
+        include_last_offset: bool,
+        scale_grad_by_freq: bool,
+        dense: bool,
+        grad_dtype: torch.dtype,
+    ) -> Tensor:
+        bags = self._bags(indices, offsets, num_embeddings, padding_idx, include_last_offset)
+        n, dim = indices.numel(), grad_output.shape[1]
+        shape = (out_rows, dim)
+        grad = torch.zeros(shape, dtype=grad_dtype) if dense else _unwritten(shape, grad_dtype)
+        partials = self.module.bag_backward_partial_rows(n)
+        scratch = {
+            "bag_of": _unwritten((n,), torch.int32),
+            "bag_count": _unwritten((bags["num_bags"],), grad_dtype),
+            "partials": _unwritten((partials, dim), grad_dtype),
+        }
+        self.module.bag_backward(
+            **bags,
+            **self._groups(order, rows, segments, num_rows),
+            **self._samples(per_sample_weights),
+            **{name: x.data_ptr() for name, x in scratch.items()},
+            mode=MODES[mode],
+            scale_grad_by_freq=scale_grad_by_freq,
+            dense=dense,
+            grad_output=grad_output.data_ptr(),
+            grad_type=DTYPES[grad_output.dtype],
+            dim=dim,
+            argmax=_address(argmax),
+            grad_rows=grad.data_ptr(),
+        )
+        return grad
+
+    def embedding_bag_per_sample_weights_backward(
+        self,
+        grad_output: Tensor,
+        weight: Tensor,
+        indices: Tensor,
+        offsets: Tensor | None,
+        mode: str,
+        padding_idx: int,
+        include_last_offset: bool,
+    ) -> Tensor:
+        acc = _accumulator(weight.dtype)
+        grad_output = grad_output.to(acc)
+        bags = self._bags(indices, offsets, weight.shape[0], padding_idx, include_last_offset)
+        grad = torch.zeros(indices.shape, dtype=acc)
+        bag_of = _unwritten((indices.numel(),), torch.int32)
+        bag_count = _unwritten((bags["num_bags"],), acc)
+        self.module.per_sample_backward(
+            **bags,
+            **self._table(weight),
+            mode=MODES[mode],
+            grad_output=grad_output.data_ptr(),
+            grad_weights=grad.data_ptr(),
+            bag_of=bag_of.data_ptr(),
+            bag_count=bag_count.data_ptr(),
+        )
+        return grad
+
+    def embedding_renorm_(
+        self, weight: Tensor, indices: Tensor, max_norm: float, norm_type: float, table: str
+    ) -> None:
+        flat = indices.reshape(-1, 1)
+        groups = self.group_indices(flat, None, weight.shape[0], -1, False)
+        self.module.renorm(
+            **self._groups(*groups),
+            **self._table(weight),
+            num_groups_capacity=flat.numel(),
+            max_norm=max_norm,
+            norm_type=norm_type,
+        )
+
+    def _bags(
+        self,
+        indices: Tensor,
+        offsets: Tensor | None,
+        num_embeddings: int,
+        padding_idx: int,
+        include_last_offset: bool,
+    ) -> dict[str, int]:
+        assert indices.is_contiguous()
+        assert offsets is None or offsets.is_contiguous()
+        num_offsets = 0 if offsets is None else offsets.numel()
+        return {
+            "indices": indices.data_ptr(),
+            "offsets": _address(offsets),
+            "index_type": INDEX_TYPES[indices.dtype],
+            "offset_type": 0 if offsets is None else INDEX_TYPES[offsets.dtype],
+            "num_indices": indices.numel(),
+            "num_offsets": num_offsets,
+            "num_bags": indices.shape[0] if offsets is None else num_offsets - include_last_offset,
+            "bag_length": indices.shape[1] if offsets is None else 0,
+            "num_embeddings": num_embeddings,
+            "padding_idx": padding_idx,
+        }
+
+    def _table(self, weight: Tensor) -> dict[str, int]:
+        assert weight.stride(1) == 1 or weight.shape[1] <= 1
+        return {
+            "weight": weight.data_ptr(),
+            "weight_type": DTYPES[weight.dtype],
+            "weight_stride": weight.stride(0),
+            "dim": weight.shape[1],
+        }
+
+    def _samples(self, samples: Tensor | None) -> dict[str, int]:
+        return {
+            "per_sample_weights": _address(samples),
+            "per_sample_type": 0 if samples is None else DTYPES[samples.dtype],
+        }
+
+    def _groups(
+        self, order: Tensor, rows: Tensor, segments: Tensor, num_rows: Tensor
+    ) -> dict[str, int]:
+        return {
+            "order": order.data_ptr(),
+            "rows": rows.data_ptr(),
+            "segments": segments.data_ptr(),
+            "num_rows": num_rows.data_ptr(),
+        }
+
+    def _check(self, op: str, report: Tensor) -> None:
+        code, position, value, limit = report.tolist()
+        code &= 0xFFFFFFFF
+        self.error = None if code == 0 else (code, position, value, limit)
+        if self.error is None or not self.raises:
+            return
+        if code == 1:
+            raise IndexError(f"{op}: index {value} at position {position}, {limit} rows")
+        raise ValueError(f"{op}: offsets[{position}] = {value}, {limit} indices")

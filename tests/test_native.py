@@ -1,0 +1,302 @@
+"""Loading of the libraries and choice of backends, each in a fresh process with its own package."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastemb
+from fastemb import _library, _native, _ops
+
+PACKAGE = Path(fastemb.__file__).parent
+LOOKUP = """
+import torch, fastemb
+out, _ = torch.ops.fastemb.embedding_bag(
+    torch.arange(6.0).reshape(3, 2), torch.tensor([[0, 2]]), None, None, "sum", -1, False, False,
+    False, torch.float32, "")
+assert out.tolist() == [[4.0, 6.0]], out
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A copy of the package that a test may damage."""
+    copy = tmp_path / "fastemb"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    return copy
+
+
+def run(package: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Python with the copied package first on its path; FASTEMB_* only as given."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("FASTEMB_", "TRITON_"))}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**clean, "PYTHONPATH": str(package.parent), **env},
+        cwd=package.parent,
+        capture_output=True,
+        text=True,
+    )
+
+
+def failure(package: Path, **env: str) -> str:
+    """The last exception of ``import fastemb``, which must fail."""
+    done = run(package, "-c", "import fastemb", **env)
+    assert done.returncode == 1, (done.returncode, done.stderr)
+    return done.stderr
+
+
+def assert_one_clear_message(text: str, cause: str) -> None:
+    assert "IncompatibleLibraryError: fastemb cannot use its native library" in text
+    assert re.search(rf"cause: .*{cause}", text), text
+    assert f"running: torch {torch.__version__}" in text
+    assert "built:   fastemb" in text
+    assert "pip install --force-reinstall" in text
+    assert "FASTEMB_BACKEND=reference" in text
+    assert "OSError" not in text, "the loader's own traceback must not come along"
+
+
+# ---- versions and report ------------------------------------------------------------------------
+
+
+def test_version_has_one_source() -> None:
+    project = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    assert re.findall(r'(?m)^version = "(.+)"$', project) == [fastemb.__version__]
+
+
+def test_report_names_versions_libraries_and_operators(package: Path) -> None:
+    done = run(package, "-m", "fastemb")
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"(?m)^torch +{re.escape(torch.__version__)}$", done.stdout)
+    assert re.search(rf"(?m)^fastemb +{re.escape(fastemb.__version__)}$", done.stdout)
+    assert re.search(r"(?m)^  cpu +loaded$", done.stdout)
+    assert re.search(r"(?m)^  compiler +\S+", done.stdout)
+    for op in _ops.SCHEMAS:
+        assert re.search(rf"(?m)^{op} +cpu ", done.stdout), op
+
+
+def test_report_runs_where_the_import_fails(package: Path) -> None:
+    (package / "_C.so").write_bytes(b"\x7fELF")
+    done = run(package, "-m", "fastemb")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "truncated" in done.stdout
+    assert re.search(r"(?m)^  cpu +failed to load$", done.stdout)
+    assert re.search(r"(?m)^embedding_bag +reference ", done.stdout)
+
+
+def test_report_survives_an_unknown_instruction_set(package: Path) -> None:
+    done = run(package, "-m", "fastemb", FASTEMB_CPU_ISA="sse9")
+    assert done.returncode == 0, done.stderr
+    assert "FASTEMB_CPU_ISA=sse9" in done.stdout
+
+
+def test_active_instruction_set_can_be_forced(package: Path) -> None:
+    script = "from fastemb import _native; print(_native.cpu_isa()['active'])"
+    available = _native.cpu_isa()["available"]
+    assert "baseline" in available
+    for level in available:
+        assert run(package, "-c", script, FASTEMB_CPU_ISA=level).stdout.strip() == level
+
+
+# ---- libraries that cannot be used --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [0.05, 0.5, 0.999])
+def test_truncated_library(package: Path, keep: float) -> None:
+    library = package / "_C.so"
+    data = library.read_bytes()
+    library.write_bytes(data[: int(len(data) * keep)])
+    assert_one_clear_message(failure(package), "truncated")
+
+
+def test_library_that_is_no_library(package: Path) -> None:
+    (package / "_C.so").write_text("version https://git-lfs.github.com/spec/v1\n")
+    assert_one_clear_message(failure(package), "not a shared library")
+
+
+def test_library_of_another_architecture(package: Path) -> None:
+    library = package / "_C.so"
+    data = bytearray(library.read_bytes())
+    other = 183 if data[18] == 62 else 62
+    data[18:20] = other.to_bytes(2, "little")
+    library.write_bytes(data)
+    name = "aarch64" if other == 183 else "x86_64"
+    assert_one_clear_message(failure(package), f"is for {name}")
+
+
+def build_library(source: str, target: Path, *flags: str) -> None:
+    subprocess.run(
+        ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(target), *flags],
+        input=source,
+        text=True,
+        check=True,
+    )
+
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+@needs_compiler
+def test_undefined_symbol(package: Path) -> None:
+    source = 'extern "C" int torch_not_there(); int x = torch_not_there();'
+    build_library(source, package / "_C.so", "-Wl,-z,now")
+    assert_one_clear_message(failure(package), "has the symbol torch_not_there")
+
+
+@needs_compiler
+def test_needed_library_is_missing(package: Path, tmp_path: Path) -> None:
+    build_library("", tmp_path / "libcudart_gone.so", "-Wl,-soname,libcudart_gone.so.13")
+    flags = (f"-L{tmp_path}", "-Wl,--no-as-needed", "-lcudart_gone")
+    build_library("", package / "_C.so", *flags)
+    assert_one_clear_message(failure(package), r"it needs libcudart_gone\.so\.13")
+
+
+@needs_compiler
+def test_library_of_other_sources_lacks_kernels(package: Path) -> None:
+    build_library("", package / "_C.so")
+    assert_one_clear_message(failure(package), "no kernel for embedding, embedding_bag")
+
+
+def test_message_without_build_info(package: Path) -> None:
+    (package / "build_info.json").unlink()
+    (package / "_C.so").write_bytes(b"")
+    text = failure(package)
+    assert "unknown (no build_info.json beside it)" in text
+    assert "cause:   the file is damaged" in text
+
+
+def test_broken_library_is_not_touched_when_reference_is_forced(package: Path) -> None:
+    (package / "_C.so").write_bytes(b"\x7fELF")
+    done = run(package, "-c", LOOKUP, FASTEMB_BACKEND="reference")
+    assert done.returncode == 0, done.stderr
+
+
+# ---- choice of the backend ----------------------------------------------------------------------
+
+
+def test_without_library_the_reference_serves_in_silence(package: Path) -> None:
+    (package / "_C.so").unlink()
+    done = run(package, "-W", "error", "-c", LOOKUP)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_forced_cpu_must_be_built(package: Path) -> None:
+    (package / "_C.so").unlink()
+    text = failure(package, FASTEMB_BACKEND="cpu")
+    assert "NotBuiltError: FASTEMB_BACKEND=cpu cannot be had: _C.so was not built" in text
+    assert "FASTEMB_BUILD=cpu pip install" in text
+
+
+def test_forced_cuda_must_be_built(package: Path) -> None:
+    (package / "_C_cuda.so").unlink(missing_ok=True)
+    text = failure(package, FASTEMB_BACKEND="cuda")
+    assert "NotBuiltError: FASTEMB_BACKEND=cuda cannot be had: _C_cuda.so was not built" in text
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="for a CPU build of torch")
+def test_cuda_library_beside_a_cpu_torch(package: Path) -> None:
+    (package / "_C_cuda.so").write_bytes(b"never opened")
+    done = run(package, "-m", "fastemb")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"(?m)^  cuda +not loaded: torch \S+ is a CPU build$", done.stdout)
+    assert "is a CPU build" in failure(package, FASTEMB_BACKEND="cuda")
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="for a CPU build of torch")
+def test_forced_triton_needs_a_gpu_build_or_the_interpreter(package: Path) -> None:
+    assert "NotBuiltError: FASTEMB_BACKEND=triton" in failure(package, FASTEMB_BACKEND="triton")
+
+
+def test_unknown_backend(package: Path) -> None:
+    text = failure(package, FASTEMB_BACKEND="fast")
+    assert "ValueError: FASTEMB_BACKEND must be one of cpu, cuda, triton, reference" in text
+
+
+def test_forced_reference_loads_nothing(package: Path) -> None:
+    script = (
+        LOOKUP
+        + """
+from fastemb import _native
+libraries = _native.report()["libraries"]
+assert all("FASTEMB_BACKEND=reference" in status for status in libraries.values()), libraries
+try:
+    _native.backend("cpu")
+except fastemb.NotBuiltError as error:
+    assert "FASTEMB_BACKEND=reference" in str(error)
+else:
+    raise AssertionError("the cpu backend must not be there")
+"""
+    )
+    done = run(package, "-c", script, FASTEMB_BACKEND="reference")
+    assert done.returncode == 0, done.stderr
+
+
+# Kernels stand in for the real ones here: what is tested is that the dispatcher gets them.
+TRITON_STAND_IN = """
+from fastemb import _reference
+calls = []
+def embedding_bag(*args):
+    calls.append(args)
+    return _reference.embedding_bag(*args)
+KERNELS = {"embedding_bag": embedding_bag}
+"""
+
+
+def test_interpreted_triton_serves_cpu_tensors(package: Path) -> None:
+    pytest.importorskip("triton")
+    (package / "triton").mkdir(exist_ok=True)
+    (package / "triton" / "__init__.py").touch()
+    (package / "triton" / "kernels.py").write_text(TRITON_STAND_IN)
+    script = (
+        LOOKUP
+        + """
+from fastemb import _native
+from fastemb.triton import kernels
+assert len(kernels.calls) == 1
+report = _native.report()
+assert report["operators"]["embedding_bag"] == {"cpu": "triton", "cuda": "triton"}
+assert report["operators"]["embedding"] == {"cpu": "reference", "cuda": "reference"}
+assert _native.backend("triton").embedding_bag is kernels.embedding_bag
+"""
+    )
+    done = run(package, "-c", script, FASTEMB_BACKEND="triton", TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+
+
+def test_unfit_triton_is_reported_and_not_fatal(package: Path) -> None:
+    pytest.importorskip("triton")
+    (package / "_C_cuda.so").unlink(missing_ok=True)
+    (package / "triton").mkdir(exist_ok=True)
+    (package / "triton" / "__init__.py").touch()
+    (package / "triton" / "kernels.py").write_text("raise AttributeError('no such builtin')")
+    done = run(package, "-c", LOOKUP, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+    assert "RuntimeWarning: fastemb: the Triton kernels cannot be used" in done.stderr
+    forced = failure(package, FASTEMB_BACKEND="triton", TRITON_INTERPRET="1")
+    assert "NotBuiltError: FASTEMB_BACKEND=triton cannot be had: AttributeError" in forced
+
+
+def test_backend_offers_every_operator() -> None:
+    for name in ("cpu", "reference"):
+        assert set(vars(_native.backend(name))) == set(_ops.SCHEMAS)
+    with pytest.raises(ValueError, match="must be one of cpu, cuda, triton, reference"):
+        _native.backend("tpu")
+
+
+def test_loading_twice_changes_nothing() -> None:
+    before = _native.report()
+    _native.load(["something_else"])
+    assert _native.report() == before
+
+
+def test_old_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.10.1")
+    with pytest.raises(fastemb.IncompatibleLibraryError, match=r"needs torch >= 2\.11"):
+        _library.load(PACKAGE / "_C.so")

@@ -1,0 +1,212 @@
+"""The Triton backend on a machine without a GPU: interpreted, and compiled ahead of time.
+
+Compilation needs no driver: Triton brings its own ptxas. What is compiled here, for each
+architecture, is what a launch would compile for tensors of these types, 16-byte aligned.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+TESTS = Path(__file__).parent
+ARCHITECTURES = (80, 90, 100)
+
+pytest.importorskip("triton")
+
+
+def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("FASTEMB_", "TRITON_IN"))}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**clean, **env},
+        cwd=TESTS.parent,
+        capture_output=True,
+        text=True,
+    )
+
+
+# ---- interpreted ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "triton_interpreted.py",
+    ],
+)
+def test_interpreted(file: str) -> None:
+    done = run(
+        *("-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / file)),
+        TRITON_INTERPRET="1",
+        FASTEMB_BACKEND="triton",
+        FASTEMB_TEST_BACKENDS="triton",
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert re.search(r"\d+ passed", done.stdout), done.stdout
+
+
+def test_fastemb_alone_does_not_import_triton() -> None:
+    script = "import sys, torch; had = 'triton' in sys.modules; import fastemb; print(had, "
+    done = run("-c", script + "'triton' in sys.modules, 'fastemb.triton' in sys.modules)")
+    assert done.returncode == 0, done.stderr
+    had, has, ours = done.stdout.split()
+    assert (has, ours) == (had, "False")
+
+
+# ---- compiled -------------------------------------------------------------------------------
+
+POINTERS = {
+    "offsets": "*i64",
+    "status": "*i64",
+    "argmax": "*i32",
+    "bag_of": "*i32",
+    "order": "*i32",
+    "rows": "*i64",
+    "segments": "*i32",
+    "num_rows": "*i32",
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compilation of a kernel.
+
+    ``types`` are those of arguments that may have several, None for one that is left out.
+    ``loads`` and ``stores`` are instructions that the PTX must have: the widest for rows.
+    """
+
+    kernel: str
+    types: dict[str, str | None] = field(default_factory=dict)
+    constants: dict[str, Any] = field(default_factory=dict)
+    dim: int | None = None
+    wide: bool = False  # accumulates in float64
+    elements: int | None = None
+    loads: str = r"ld\.global\.v4\.b32"
+    stores: str = r"st\.global"
+    num_warps: int = 1
+    note: str = ""
+
+    def __str__(self) -> str:
+        return "-".join(part for part in (self.kernel.removesuffix("_kernel"), self.note) if part)
+
+
+BF16, F16, F32, F64 = "*bf16", "*fp16", "*fp32", "*fp64"
+NO_BAGS = {"offsets": None, "bag_of": None}
+SUM = {"samples": None, "indices": "*i64"}
+BACK = {"grad_output": F32, "grad_rows": F32, "partials": F32, "samples": None, "argmax": None}
+DENSE = {"BY_FREQUENCY": False, "DENSE": True}
+
+VARIANTS = [
+    Variant("bag_sum_kernel", {**SUM, "weight": F32, "output": F32}, {"MEAN": False}, 128, note="f32", elements=1024),
+    # 100 is no multiple of 16: vectors because the number of columns is a constant.
+    Variant("bag_sum_kernel", {**SUM, "weight": F32, "output": F32}, {"MEAN": True}, 100, note="f32-100", elements=1024),
+    Variant("bag_sum_kernel", {**SUM, "weight": BF16, "output": BF16, "samples": BF16}, {"MEAN": True}, 64, note="bf16-weighted", elements=1024),
+    Variant("bag_sum_kernel", {**SUM, "weight": F16, "output": F32, "offsets": None, "indices": "*i32"}, {"MEAN": False}, 512, note="f16-fixed-length", elements=1024),
+    Variant("bag_sum_kernel", {**SUM, "weight": F64, "output": BF16}, {"MEAN": True}, 32, wide=True, loads=r"ld\.global\.v2\.b64", note="f64-bf16", elements=1024),
+    Variant("bag_sum_kernel", {**SUM, "weight": F32, "output": F32}, {"MEAN": False}, 33, loads=r"ld\.global\.b32", note="f32-33", elements=1024),
+    Variant("bag_max_kernel", {"weight": F16, "output": F16, "indices": "*i32"}, {}, 128, note="f16", elements=512),
+    Variant("bag_max_kernel", {"weight": F64, "output": F64, "indices": "*i64"}, {}, 16, wide=True, loads=r"ld\.global\.v2\.b64", note="f64", elements=512),
+    Variant("gather_kernel", {"weight": F16, "output": F16, "indices": "*i64"}, {}, 128, stores=r"st\.global\.v4\.b32", note="f16", elements=1024),
+    Variant("gather_kernel", {"weight": F32, "output": BF16, "indices": "*i32"}, {}, 64, note="f32-bf16", elements=1024),
+    Variant("short_segments_kernel", {**BACK}, DENSE, 128, note="f32", elements=512),
+    Variant("short_segments_kernel", {**BACK, "grad_output": BF16, "counts": F32, "samples": F16}, {"BY_FREQUENCY": True, "DENSE": False}, 64, note="bf16-mean-weighted", elements=512),
+    Variant("short_segments_kernel", {**BACK, "grad_output": F16, "argmax": "*i32"}, DENSE, 128, note="f16-max", elements=512),
+    Variant("long_chunks_kernel", {**BACK, **NO_BAGS}, {}, 128, note="f32-fixed-length", elements=512),
+    Variant("long_chunks_kernel", {**BACK, "grad_output": F64, "partials": F64}, {}, 32, wide=True, loads=r"ld\.global\.v2\.b64", note="f64", elements=512),
+    Variant("long_segments_kernel", {**BACK}, DENSE, 128, note="f32"),
+    Variant("per_sample_kernel", {"grad_output": F32, "grad_weights": F32, "weight": BF16, "counts": F32, "indices": "*i64"}, {}, 128, note="bf16-mean", elements=1024),
+    Variant("per_sample_kernel", {"grad_output": F64, "grad_weights": F64, "weight": F64, "indices": "*i32", **NO_BAGS}, {}, 32, wide=True, loads=r"ld\.global\.v2\.b64", note="f64", elements=1024),
+    Variant("renorm_kernel", {"weight": F32}, {"MAX_NORM": 1.5, "NORM_TYPE": 2.0}, 128, stores=r"st\.global\.v4\.b32", note="f32"),
+    Variant("renorm_kernel", {"weight": BF16}, {"MAX_NORM": 1.5, "NORM_TYPE": 3.0}, 128, loads=r"ld\.global\.v2\.b32", note="bf16-cubes"),
+    Variant("renorm_kernel", {"weight": F64}, {"MAX_NORM": 1.5, "NORM_TYPE": 0.0}, 64, wide=True, loads=r"ld\.global\.v2\.b64", note="f64-largest"),
+    Variant("check_indices_kernel", {"indices": "*i64"}, {"ROWS": 256}, loads=r"ld\.global", num_warps=4),
+    Variant("find_bags_kernel", {}, {"ROWS": 256}, loads=r"ld\.global", num_warps=4),
+    Variant("count_bags_kernel", {"counts": F32, "indices": "*i64"}, {"ROWS": 32}, loads=r"ld\.global"),
+]  # fmt: skip
+
+
+def compiled(variant: Variant, architecture: int) -> Any:
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from fastemb.triton import bags, embedding_bag, embedding_bag_backward, renorm
+
+    kernel = next(
+        getattr(module, variant.kernel)
+        for module in (embedding_bag, embedding_bag_backward, renorm, bags)
+        if hasattr(module, variant.kernel)
+    )
+    acc = torch.float64 if variant.wide else torch.float32
+    constants: dict[str, Any] = {"ACC": bags.TRITON_DTYPES[acc], **variant.constants}
+    if variant.dim is not None:
+        constants |= {"DIM": variant.dim, "STRIDE": variant.dim}
+        tile = bags.tile(variant.dim, acc, elements=variant.elements or 1024)
+        constants |= {"ROWS": tile["ROWS"], "COLUMNS": tile["COLUMNS"]}
+    assert isinstance(constants["ACC"], tl.dtype)
+
+    signature, constexprs, aligned = {}, {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        kind = variant.types.get(name, POINTERS.get(name))
+        if name.isupper():
+            constexprs[(place,)] = constants[name]
+        elif kind is None and (name in variant.types or name == "counts"):
+            constexprs[(place,)] = None
+        signature[name] = "constexpr" if (place,) in constexprs else kind or "i32"
+        if signature[name].startswith("*"):
+            aligned[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=aligned)
+    target = GPUTarget("cuda", architecture, 32)
+    return triton.compile(source, target=target, options={"num_warps": variant.num_warps})
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_compiled(variant: Variant, architecture: int, tmp_path: Path) -> None:
+    binary = compiled(variant, architecture)
+    assert binary.asm["cubin"].startswith(b"\x7fELF")
+    ptx = binary.asm["ptx"]
+    assert re.search(rf"\.target sm_{architecture}", ptx)
+    assert re.search(variant.loads + r"\b", ptx)
+    assert re.search(variant.stores + r"\b", ptx) or variant.kernel == "check_indices_kernel"
+    # Results are written, never added atomically: the one atomic is the claim of an error report.
+    atomics = set(re.findall(r"\b(?:atom|red)\.[\w.]+", ptx))
+    assert all(".cas.b64" in instruction for instruction in atomics), atomics
+    reports = "status" in variant.kernel or "status" in _arguments(variant)
+    assert bool(atomics) == reports
+
+    usage = _resource_usage(binary.asm["cubin"], tmp_path)
+    assert usage["STACK"] == usage["LOCAL"] == 0, "registers spill"
+    # Sixteen one-warp programs on a multiprocessor (65536 registers) need no more than this.
+    assert usage["REG"] * 32 * variant.num_warps * 16 <= 65536
+
+
+def _arguments(variant: Variant) -> list[str]:
+    from fastemb.triton import bags, embedding_bag, embedding_bag_backward, renorm
+
+    for module in (embedding_bag, embedding_bag_backward, renorm, bags):
+        if hasattr(module, variant.kernel):
+            return list(getattr(module, variant.kernel).arg_names)
+    raise AssertionError(variant.kernel)
+
+
+def _resource_usage(cubin: bytes, directory: Path) -> dict[str, int]:
+    import triton.backends.nvidia
+
+    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    file = directory / "kernel.cubin"
+    file.write_bytes(cubin)
+    text = subprocess.run(
+        [tool, "--dump-resource-usage", file], capture_output=True, text=True, check=True
+    ).stdout
+    return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
