@@ -16,6 +16,7 @@ _native.load(_ops.SCHEMAS)
 
 from fastemb import functional, nn  # noqa: E402
 from fastemb._convert import convert, revert  # noqa: E402
+from fastemb._runtime import check_errors, empty_cache  # noqa: E402
 
 __version__ = _version("fastemb")
 
@@ -23,7 +24,9 @@ __all__ = [
     "IncompatibleLibraryError",
     "NotBuiltError",
     "__version__",
+    "check_errors",
     "convert",
+    "empty_cache",
     "functional",
     "nn",
     "revert",

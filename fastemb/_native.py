@@ -18,7 +18,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -244,26 +243,31 @@ def backend(name: str) -> SimpleNamespace:
     return SimpleNamespace(**{op: getattr(torch.ops.fastemb, op) for op in state.operators})
 
 
+def cpu_function(name: str) -> Any | None:
+    """A C function that the CPU library exports beside its operators; None when it is not loaded."""
+    if _loaded().status.get("cpu") != "loaded":
+        return None
+    return ctypes.CDLL(str(CPU_LIBRARY))[name]  # the library that is loaded already
+
+
 def cpu_isa() -> dict[str, Any]:
     """Instruction-set levels of the CPU kernels: ``available`` on this machine, and ``active``.
 
     Both are empty (None) when the CPU library is not loaded.
     """
-    if _loaded().status.get("cpu") != "loaded":
-        return {"available": [], "active": None}
-    library = ctypes.CDLL(str(CPU_LIBRARY))  # the one that is loaded already
 
-    def call(name: str) -> str:
-        function = library[name]
+    def call(name: str) -> str | None:
+        function = cpu_function(name)
+        if function is None:
+            return None
         function.restype = ctypes.c_char_p
         return str(function().decode())
 
-    available = re.split(r"[ ,]+", call("fastemb_cpu_isa_available"))
-    forced = os.environ.get("FASTEMB_CPU_ISA")
-    if forced and forced not in available:
-        # Every operator raises this; the C function, asked through ctypes, would end the process.
-        return {"available": available, "active": f"none, FASTEMB_CPU_ISA={forced} is not one"}
-    return {"available": available, "active": call("fastemb_cpu_isa")}
+    available = call("fastemb_cpu_isa_available")
+    return {
+        "available": available.split(", ") if available else [],
+        "active": call("fastemb_cpu_isa"),
+    }
 
 
 def report() -> dict[str, Any]:

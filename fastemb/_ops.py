@@ -53,6 +53,11 @@ for _name, _schema in SCHEMAS.items():
     LIBRARY.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(_name, getattr(_reference, _name), "CompositeExplicitAutograd")
 
+# Waits for the probe's device and raises what its kernels have reported (`fastemb.check_errors`);
+# only CUDA kernels defer their errors.
+LIBRARY.define("check_errors(Tensor probe) -> ()")
+LIBRARY.impl("check_errors", lambda probe: None, "CompositeExplicitAutograd")
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """What sums over rows of ``dtype`` are kept in, and what their row gradients have."""
@@ -159,6 +164,7 @@ def _embedding_bag_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor
     ) = options
     argmax = output[1]
     ctx.mark_non_differentiable(argmax)
+    ctx.set_materialize_grads(False)  # no zeros of argmax's size
     # The weight is kept only for the gradient that reads it, so that an optimizer may step in
     # between and the table is not pinned to the graph.
     needs_weight = per_sample_weights is not None and per_sample_weights.requires_grad

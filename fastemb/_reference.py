@@ -176,7 +176,9 @@ def group_indices(
     device = keys.device
     position = torch.arange(n, device=device)
     absent = (keys == padding_idx) | (keys < 0) | (keys >= num_embeddings)
-    if offsets is not None and include_last_offset:
+    if offsets is not None and offsets.numel() == 0:
+        absent.fill_(True)  # no bag holds any position
+    elif offsets is not None and include_last_offset:
         absent |= position >= offsets[-1]
     keys = keys.masked_fill(absent, num_embeddings)
     ordered, order = torch.sort(keys, stable=True)
