@@ -9,9 +9,10 @@ the steps after it still run.
 
 The benchmark interleaves the contestants (fastemb, `torch.nn.EmbeddingBag`, FBGEMM where it is
 installed), empties the L2 cache before each run and times with CUDA events; figures are medians.
-Bytes are what must move: forward, every looked-up row, index and offset once, the output once;
-backward, the output gradient, each distinct row's gradient and each index once (the sort that
-groups the indices is not counted). "copy" is a device-to-device copy measured in the same process.
+Bytes are what must move. Forward: every looked-up row, index and offset once, the output once.
+Backward: the output gradient and each index once, the gradient of each distinct row (of each row of
+the table when dense); the sort that groups the indices is not counted. "copy" is a device-to-device
+copy measured in the same process.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def make_batch(cell: Cell, rows: int, bags: int) -> Batch:
     )
 
 
-def bytes_moved(cell: Cell, batch: Batch) -> int:
+def bytes_moved(cell: Cell, batch: Batch, rows: int) -> int:
     element = DTYPES[cell.dtype].itemsize
     n, bags = batch.indices.numel(), batch.offsets.numel()
     forward = n * cell.dim * element + n * 8 + bags * 8 + bags * cell.dim * element
@@ -108,7 +109,8 @@ def bytes_moved(cell: Cell, batch: Batch) -> int:
         forward += bags * cell.dim * 4
     if cell.part == "forward":
         return forward
-    backward = bags * cell.dim * element + batch.distinct * cell.dim * 4 + n * 8
+    written = rows if cell.part == "dense" else batch.distinct
+    backward = bags * cell.dim * element + written * cell.dim * 4 + n * 8
     if cell.mode == "max":
         backward += bags * cell.dim * 4
     return forward + backward
@@ -220,7 +222,7 @@ def benchmark(rows: int, bags: int, seconds: float, deadline: float) -> list[dic
             break
         batch = make_batch(cell, rows, bags)
         times = clock.paired(contestants(cell, batch, rows), seconds)
-        moved = bytes_moved(cell, batch)
+        moved = bytes_moved(cell, batch, rows)
         ours = statistics.median(times["fastemb"])
         row: dict[str, Any] = asdict(cell) | {
             "rows": rows,

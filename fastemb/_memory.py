@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 
+import torch
 from torch import Tensor
 
 _HUGE_PAGE = 2 << 20
@@ -43,16 +44,15 @@ def advise_huge_pages(tensor: Tensor, *, collapse: bool = False) -> bool:
         Whether the kernel took the advice. False for tensors that are not on the CPU, have no
         memory (meta, fake), or are smaller than 4 MiB, and on systems other than Linux.
     """
-    if tensor.device.type != "cpu":
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        return False
+    if type(tensor.data) is not Tensor:  # a fake tensor, or another one without memory of its own
         return False
     madvise = _madvise()
     if madvise is None:
         return False
-    try:
-        storage = tensor.untyped_storage()
-        begin, size = storage.data_ptr(), storage.nbytes()
-    except (RuntimeError, NotImplementedError):  # a fake tensor, or a subclass without a storage
-        return False
+    storage = tensor.untyped_storage()
+    begin, size = storage.data_ptr(), storage.nbytes()
     if begin == 0 or size < _SMALLEST:
         return False
     first = -(-begin // _HUGE_PAGE) * _HUGE_PAGE

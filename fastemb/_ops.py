@@ -100,7 +100,9 @@ def _embedding_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _remember_table(ctx, weight)
 
 
-def _embedding_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _embedding_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 7
     (indices,) = ctx.saved_tensors
     grad_weight = None
     if ctx.needs_input_grad[0]:
@@ -179,8 +181,10 @@ def _embedding_bag_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor
 
 
 def _embedding_bag_backward(
-    ctx: Any, grad: Tensor, _grad_argmax: Tensor | None
+    ctx: Any, grad: Tensor | None, _grad_argmax: Tensor | None
 ) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 11
     indices, offsets, per_sample_weights, argmax, weight = ctx.saved_tensors
     grad_weight = grad_per_sample = None
     if ctx.needs_input_grad[0]:
@@ -357,12 +361,14 @@ def _row_gradient_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> No
     ) = options
 
 
-def _row_gradient_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _row_gradient_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
     """The row gradient is linear in grad_output and in the weights of the samples.
 
     With G the incoming gradient as a table, d/d grad_output is the forward lookup in G and
     d/d per_sample_weights the per-sample gradient against G.
     """
+    if grad is None:
+        return (None,) * 17
     saved = ctx.saved_tensors
     grad_output, indices, offsets, per_sample_weights, argmax, _, rows, segments, num_rows = saved
     count = int(num_rows.item())
@@ -451,8 +457,10 @@ def _per_sample_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
     ctx.save_for_backward(*tensors)
 
 
-def _per_sample_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _per_sample_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
     """Bilinear in grad_output and weight: each derivative is a lookup weighted by ``grad``."""
+    if grad is None:
+        return (None,) * 7
     grad_output, weight, indices, offsets = ctx.saved_tensors
     grad_grad_output = grad_weight = None
     if ctx.needs_input_grad[0]:

@@ -123,8 +123,8 @@ def embedding_bag(
     pad = resolve_padding(op, padding_idx, weight.shape[0])
     dtype = _resolve_output_dtype(op, output_dtype, weight)
     if max_norm is not None:
-        # The rows are rewritten before the lookup sees the offsets; wrong ones must not get there.
-        if type(offsets) is Tensor and offsets.device.type == "cpu" and not torch.compiler.is_compiling():
+        # Rows are rewritten before the lookup sees the offsets; wrong ones must not get that far.
+        if offsets is not None and offsets.is_cpu and not _is_traced(offsets):
             _reference.check_offsets(op, offsets, input.numel())
         _renorm(weight, input, max_norm, norm_type, table)
     args = (
@@ -151,6 +151,11 @@ def embedding_bag(
 # ---------------------------------------------------------------------------------------------
 # checks that read shapes and dtypes only
 # ---------------------------------------------------------------------------------------------
+
+
+def _is_traced(tensor: Tensor) -> bool:
+    """Whether shapes and values are not to be looked at: in a compiler, or fake."""
+    return torch.compiler.is_compiling() or type(tensor) is not Tensor
 
 
 def _got(tensor: Tensor) -> str:
@@ -184,7 +189,8 @@ def _check_input(op: str, input: Tensor, weight: Tensor) -> None:
         raise ValueError(
             f"{op}: input must be on weight's device {weight.device}, got {input.device}"
         )
-    if input.numel() > _MAX_INDICES:
+    # While tracing it would become a guard on the batch size; the kernels check it themselves.
+    if not _is_traced(input) and input.numel() > _MAX_INDICES:
         raise ValueError(f"{op}: input must hold at most {_MAX_INDICES} ids, got {input.numel()}")
 
 

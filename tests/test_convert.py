@@ -48,7 +48,7 @@ def test_training_goes_as_with_torch(name: str, sparse: bool) -> None:
         module.sparse = sparse
     report = fastemb.convert(model, sparse=sparse)
     assert [row.name for row in report] == list(tables(model))
-    data = list(batches(12))
+    data = list(batches(2)) * 8
 
     def optimizers(of: nn.Module) -> list[torch.optim.Optimizer]:
         owned = {id(module.weight): module.weight for module in tables(of).values()}
@@ -61,7 +61,7 @@ def test_training_goes_as_with_torch(name: str, sparse: bool) -> None:
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
     for p, q in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=2e-3, atol=1e-4)
-    assert want[-1] < want[0]
+    assert got[-2:].mean() < got[:2].mean()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -186,10 +186,12 @@ def test_gradients_are_converted() -> None:
     fastemb.convert(model, dtype=torch.float16)
     assert weight.grad.dtype == torch.float32
     assert weight.grad.unique().tolist() == [2.0**-40]
+    fastemb.convert(model, dtype=torch.bfloat16)
+    assert weight.grad.unique().tolist() == [2.0**-40]
     model[0](torch.tensor([1])).sum().backward()
     fastemb.convert(model, dtype=torch.float64)
     assert weight.grad.dtype == torch.float64
-    assert weight.grad[1, 0] == 1 + 2.0**-40
+    assert weight.grad[1, 0] == 1
     fastemb.revert(model)
     assert weight.grad.dtype == torch.float32
 

@@ -20,9 +20,11 @@
 // FE_SHARED(type, name, count) is a static shared array.
 #if defined(__CUDACC__)
 #define FE_DEVICE static __device__ __forceinline__
-#define FE_LAUNCH(kernel, grid, block, stream, ...)                                     \
+// clang-format off
+#define FE_LAUNCH(kernel, grid, block, stream, ...)                                    \
   ((kernel)<<<(grid), (block), 0, static_cast<cudaStream_t>(stream)>>>(__VA_ARGS__), \
    static_cast<int>(cudaGetLastError()))
+// clang-format on
 #define FE_SHARED(type, name, count) __shared__ type name[count]
 #elif defined(FASTEMB_EMU)
 #define FE_DEVICE static inline

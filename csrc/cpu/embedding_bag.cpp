@@ -34,38 +34,60 @@ Table<T, I> table_of(const Bags& bags, const void* weight, int64_t stride) {
   return {static_cast<const T*>(weight), stride, static_cast<const I*>(bags.indices), bags.padding_idx, covered(bags)};
 }
 
+// The terms of positions [begin, end), padding left out; returns how many.
+template <typename T, typename I>
+FE_FUNCTION int64_t list_terms(const BagForward& p, const Table<T, I>& table, int64_t begin, int64_t end, RowList<T>& list) {
+  int64_t n = 0;
+  for (int64_t i = begin; i < end; ++i) {
+    if (static_cast<int64_t>(table.indices[i]) == table.padding_idx) continue;
+    list.rows[n] = table.row(i);
+    list.rows_ahead[n] = table.row_ahead(i);
+    if (p.per_sample_weights != nullptr) {
+      list.scales[n] = load_scalar<typename AccOf<T>::type>(p.per_sample_weights, p.per_sample_type, i);
+    }
+    ++n;
+  }
+  return n;
+}
+
 template <typename T, typename I>
 void forward_sum(const BagForward& p, const Parallel& parallel) {
   using A = typename AccOf<T>::type;
   const auto table = table_of<T, I>(p.bags, p.weight, p.weight_stride);
-  const bool scaled = p.per_sample_weights != nullptr;
+  const IndexedRows<T, I> indexed{table.weight, table.stride, table.indices};
+  const bool plain = p.per_sample_weights == nullptr && p.bags.padding_idx < 0;
+  const bool in_place = p.output_type == (sizeof(A) == sizeof(double) ? DType::f64 : DType::f32);
   for_bags(p.bags, p.dim, parallel, [&](int64_t first_bag, int64_t last_bag) {
-    Scratch<A> acc(p.dim), part(p.dim);
+    Scratch<A> buffer(p.dim), part(p.dim);
     RowList<T> list;
+    int64_t end = bag_begin(p.bags, first_bag);
     for (int64_t b = first_bag; b < last_bag; ++b) {
-      const int64_t begin = bag_begin(p.bags, b), end = bag_begin(p.bags, b + 1);
-      ChunkedSum<A> sum{acc.data, part.data, p.dim};
+      const int64_t begin = end;
+      end = bag_begin(p.bags, b + 1);
+      A* acc = in_place ? static_cast<A*>(p.output) + b * p.dim : buffer.data;
+      ChunkedSum<A> sum{acc, part.data, p.dim};
       int64_t count = 0;
       for (int64_t chunk = begin; chunk < end; chunk += kChunk) {
         const int64_t chunk_end = chunk + kChunk < end ? chunk + kChunk : end;
-        int64_t n = 0;
-        for (int64_t i = chunk; i < chunk_end; ++i) {
-          if (static_cast<int64_t>(table.indices[i]) == table.padding_idx) continue;
-          list.rows[n] = table.row(i);
-          list.ahead[n] = table.row_ahead(i);
-          if (scaled) list.scales[n] = load_scalar<A>(p.per_sample_weights, p.per_sample_type, i);
-          ++n;
+        if (plain && chunk_end + kPrefetchAhead <= table.positions) {
+          sum.template add<false>(indexed, chunk, chunk_end);
+          count += chunk_end - chunk;
+          continue;
         }
-        list.count = n;
+        const int64_t n = list_terms(p, table, chunk, chunk_end, list);
         count += n;
-        sum.add(list, scaled);
+        if (p.per_sample_weights != nullptr) {
+          sum.template add<true>(list, 0, n);
+        } else {
+          sum.template add<false>(list, 0, n);
+        }
       }
-      if (count == 0) memset(acc.data, 0, static_cast<size_t>(p.dim) * sizeof(A));
+      if (count == 0) memset(acc, 0, static_cast<size_t>(p.dim) * sizeof(A));
       if (p.mode == Mode::mean && count > 0) {
         const A divisor = static_cast<A>(count);
-        for (int64_t d = 0; d < p.dim; ++d) acc.data[d] /= divisor;
+        for (int64_t d = 0; d < p.dim; ++d) acc[d] /= divisor;
       }
-      store_row(p.output, p.output_type, b * p.dim, acc.data, p.dim);
+      if (!in_place) store_row(p.output, p.output_type, b * p.dim, acc, p.dim);
     }
   });
 }
@@ -135,12 +157,11 @@ void gather_rows(const Gather& p, const Parallel& parallel) {
                                                 : DType::f64;
   const auto table = table_of<T, I>(p.bags, p.weight, p.weight_stride);
   const int64_t row_bytes = p.dim * static_cast<int64_t>(sizeof(T));
-  const int64_t prefetch_bytes = row_bytes < kPrefetchBytes ? row_bytes : kPrefetchBytes;
   const int64_t grain = (int64_t{1} << 15) / (p.dim + 1) + 1;
   parallel_ranges(parallel, table.positions, grain, [&](int64_t begin, int64_t end) {
     Scratch<A> acc(p.dim);
     for (int64_t i = begin; i < end; ++i) {
-      prefetch_row(table.row_ahead(i), prefetch_bytes);
+      prefetch_row(table.row_ahead(i), row_bytes);
       const T* row = table.row(i);
       if (p.output_type == kSame) {
         memcpy(static_cast<T*>(p.output) + i * p.dim, row, static_cast<size_t>(row_bytes));
@@ -157,7 +178,6 @@ void per_sample(const PerSampleBackward& p, const Parallel& parallel) {
   using A = typename AccOf<T>::type;
   const auto table = table_of<T, I>(p.bags, p.weight, p.weight_stride);
   const int64_t row_bytes = p.dim * static_cast<int64_t>(sizeof(T));
-  const int64_t prefetch_bytes = row_bytes < kPrefetchBytes ? row_bytes : kPrefetchBytes;
   A* out = static_cast<A*>(p.grad_weights);
   for_bags(p.bags, p.dim, parallel, [&](int64_t first_bag, int64_t last_bag) {
     for (int64_t b = first_bag; b < last_bag; ++b) {
@@ -166,7 +186,7 @@ void per_sample(const PerSampleBackward& p, const Parallel& parallel) {
       int64_t count = 0;
       for (int64_t i = begin; i < end; ++i) {
         if (static_cast<int64_t>(table.indices[i]) == table.padding_idx) continue;
-        prefetch_row(table.row_ahead(i), prefetch_bytes);
+        prefetch_row(table.row_ahead(i), row_bytes);
         out[i] = dot(grad, table.row(i), p.dim);
         ++count;
       }

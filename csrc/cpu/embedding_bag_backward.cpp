@@ -66,10 +66,9 @@ struct Terms {
       const int64_t b = bag(position);
       const int64_t ahead = k + kPrefetchAhead < limit ? k + kPrefetchAhead : k;
       list.rows[k - begin] = grad + b * p.dim;
-      list.ahead[k - begin] = grad + bag(p.groups.order[ahead]) * p.dim;
+      list.rows_ahead[k - begin] = grad + bag(p.groups.order[ahead]) * p.dim;
       if (scaled) list.scales[k - begin] = scale(position, b);
     }
-    list.count = end - begin;
   }
 
   // Mode max: the term of column d counts where the occurrence is the bag's winner.
@@ -116,7 +115,11 @@ void sum_segment(const Terms<T>& terms, int64_t begin, int64_t end, int64_t limi
       sum.added_part();
     } else {
       terms.list_positions(chunk, chunk_end, limit, list);
-      sum.add(list, terms.scaled);
+      if (terms.scaled) {
+        sum.template add<true>(list, 0, chunk_end - chunk);
+      } else {
+        sum.template add<false>(list, 0, chunk_end - chunk);
+      }
     }
   }
 }
@@ -231,12 +234,23 @@ struct SegmentRange {
     int64_t end = first + 1;
     while (end < last && segments[end + 1] - begin <= kChunk) ++end;
     terms.list_positions(begin, segments[end], positions, list);
-    for (int64_t k = first; k < end; ++k) {
-      A* row = target_row<A>(p, k);
-      sum_rows(list, segments[k] - begin, segments[k + 1] - begin, terms.scaled, p.dim, leave, row);
-      finish(p, k, row);
+    if (terms.scaled) {
+      leave == Leave::streamed ? sum_listed<true, Leave::streamed>(first, end) : sum_listed<true, Leave::cached>(first, end);
+    } else {
+      leave == Leave::streamed ? sum_listed<false, Leave::streamed>(first, end) : sum_listed<false, Leave::cached>(first, end);
     }
     return end;
+  }
+
+  template <bool kScaled, Leave kLeave>
+  void sum_listed(int64_t first, int64_t last) {
+    const int32_t* segments = p.groups.segments;
+    const int64_t begin = segments[first];
+    for (int64_t k = first; k < last; ++k) {
+      A* row = target_row<A>(p, k);
+      sum_rows<kScaled, kLeave>(list, segments[k] - begin, segments[k + 1] - begin, p.dim, row);
+      finish(p, k, row);
+    }
   }
 
   const Terms<T>& terms;

@@ -8,21 +8,45 @@ namespace fastemb::cpu::FE_ISA {
 
 inline constexpr int kMaxVectors = 8;          // vector accumulators held in registers
 inline constexpr int64_t kPrefetchAhead = 64;  // rows; 50 to 100 ahead gain most, the next few rows nothing
-inline constexpr int64_t kPrefetchBytes = 1024;  // of a row; what follows, the hardware foresees
 
-// Up to kChunk rows to be summed. `ahead` names rows that will be wanted kPrefetchAhead rows later.
+// Where rows come from. row(i) and scale(i) are the i-th term, ahead(i) a row that is wanted kPrefetchAhead terms later.
+
+// Up to kChunk rows, looked up beforehand.
 template <typename T>
 struct RowList {
+  using Element = T;
   using A = typename AccOf<T>::type;
   const T* rows[kChunk];
-  const T* ahead[kChunk];
+  const T* rows_ahead[kChunk];
   A scales[kChunk];
-  int64_t count = 0;
+
+  FE_FUNCTION const T* row(const RowList& list, int64_t i) { return list.rows[i]; }
+  FE_FUNCTION const T* ahead(const RowList& list, int64_t i) { return list.rows_ahead[i]; }
+  FE_FUNCTION A scale(const RowList& list, int64_t i) { return list.scales[i]; }
 };
 
+// Rows straight from the indices, when nothing is left out, nothing is scaled, and kPrefetchAhead more indices follow.
+template <typename T, typename I>
+struct IndexedRows {
+  using Element = T;
+  using A = typename AccOf<T>::type;
+  const T* weight;
+  int64_t stride;
+  const I* indices;
+
+  FE_FUNCTION const T* row(const IndexedRows& from, int64_t i) {
+    return from.weight + static_cast<int64_t>(from.indices[i]) * from.stride;
+  }
+  FE_FUNCTION const T* ahead(const IndexedRows& from, int64_t i) { return row(from, i + kPrefetchAhead); }
+  FE_FUNCTION A scale(const IndexedRows&, int64_t) { return A{1}; }
+};
+
+// Into L2: the addresses are random, and L1 is too small for this many rows.
+FE_FUNCTION void prefetch(const void* at) { __builtin_prefetch(at, 0, 2); }
+
 FE_FUNCTION void prefetch_row(const void* row, int64_t bytes) {
-  // Into L2: the addresses are random, and L1 is too small for this many rows.
-  for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(static_cast<const char*>(row) + byte, 0, 2);
+  constexpr int64_t kMost = 1024;  // what follows, the hardware foresees
+  for (int64_t byte = 0; byte < bytes && byte < kMost; byte += 64) prefetch(static_cast<const char*>(row) + byte);
 }
 
 // How a finished row leaves: through the caches, or streamed past them (a large output that is written once would
@@ -61,18 +85,19 @@ FE_FUNCTION void stream_fence() {
 
 // N vectors of columns from `first`; the last of them at `last`, so that the row's end is met by overlapping the
 // neighbour (both compute the same sums).
-template <int N, bool kScaled, Leave kLeave, typename T, typename A>
-FE_FUNCTION void sum_columns(const RowList<T>& list, int64_t begin, int64_t end, int64_t first, int64_t last,
-                             int64_t prefetch_bytes, A* out) {
+template <int N, bool kScaled, Leave kLeave, typename Rows, typename A>
+FE_FUNCTION void sum_columns(const Rows& rows, int64_t begin, int64_t end, int64_t first, int64_t last, A* out) {
   constexpr int L = kLanes<A>;
+  constexpr int kVectorsPerLine = 64 / static_cast<int>(L * sizeof(typename Rows::Element));
   Vec<A> sums[N] = {};
   for (int64_t i = begin; i < end; ++i) {
-    const T* row = list.rows[i];
-    prefetch_row(list.ahead[i], prefetch_bytes);
+    const auto* row = Rows::row(rows, i);
+    const auto* ahead = Rows::ahead(rows, i) + first;
 #pragma GCC unroll 8
     for (int v = 0; v < N; ++v) {
+      if (v % kVectorsPerLine == 0) prefetch(ahead + v * L);
       Vec<A> x = load(row + (v == N - 1 ? last : first + v * L));
-      if constexpr (kScaled) x = broadcast(list.scales[i]) * x;
+      if constexpr (kScaled) x = broadcast(Rows::scale(rows, i)) * x;
       sums[v] += x;
     }
   }
@@ -88,32 +113,29 @@ FE_FUNCTION void sum_columns(const RowList<T>& list, int64_t begin, int64_t end,
 }
 
 // dim < one vector.
-template <bool kScaled, typename T, typename A>
-FE_FUNCTION void sum_narrow(const RowList<T>& list, int64_t begin, int64_t end, int64_t dim, A* out) {
+template <bool kScaled, typename Rows, typename A>
+FE_FUNCTION void sum_narrow(const Rows& rows, int64_t begin, int64_t end, int64_t dim, A* out) {
   Vec<A> sum = {};
   for (int64_t i = begin; i < end; ++i) {
-    prefetch_row(list.ahead[i], 1);
-    Vec<A> x = load_part<A>(list.rows[i], dim);
-    if constexpr (kScaled) x = broadcast(list.scales[i]) * x;
+    prefetch(Rows::ahead(rows, i));
+    Vec<A> x = load_part<A>(Rows::row(rows, i), dim);
+    if constexpr (kScaled) x = broadcast(Rows::scale(rows, i)) * x;
     sum += x;
   }
   memcpy(out, &sum, static_cast<size_t>(dim) * sizeof(A));
 }
 
-template <bool kScaled, Leave kLeave, typename T, typename A>
-FE_FUNCTION void sum_wide(const RowList<T>& list, int64_t begin, int64_t end, int64_t dim, A* out) {
+template <bool kScaled, Leave kLeave, typename Rows, typename A>
+FE_FUNCTION void sum_wide(const Rows& rows, int64_t begin, int64_t end, int64_t dim, A* out) {
   constexpr int L = kLanes<A>;
-  const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(T));
-  const int64_t prefetch_bytes = row_bytes < kPrefetchBytes ? row_bytes : kPrefetchBytes;
   for (int64_t first = 0; first < dim; first += kMaxVectors * L) {
     const int64_t left = (dim - first + L - 1) / L;
     const int64_t n = left < kMaxVectors ? left : kMaxVectors;
     const int64_t last = left <= kMaxVectors ? dim - L : first + (n - 1) * L;
-    const int64_t ahead = first == 0 ? prefetch_bytes : 0;
     switch (n) {
-#define FE_CASE(N)                                                                     \
-  case N:                                                                              \
-    sum_columns<N, kScaled, kLeave>(list, begin, end, first, last, ahead, out); \
+#define FE_CASE(N)                                                         \
+  case N:                                                                  \
+    sum_columns<N, kScaled, kLeave>(rows, begin, end, first, last, out);   \
     break;
       FE_CASE(1) FE_CASE(2) FE_CASE(3) FE_CASE(4) FE_CASE(5) FE_CASE(6) FE_CASE(7) FE_CASE(8)
 #undef FE_CASE
@@ -121,25 +143,13 @@ FE_FUNCTION void sum_wide(const RowList<T>& list, int64_t begin, int64_t end, in
   }
 }
 
-// out[0..dim) = sum of the list's rows [begin, end).
-template <bool kScaled, typename T, typename A>
-static void sum_rows(const RowList<T>& list, int64_t begin, int64_t end, int64_t dim, Leave leave, A* out) {
+// out[0..dim) = sum of terms [begin, end).
+template <bool kScaled, Leave kLeave, typename Rows, typename A>
+static void sum_rows(const Rows& rows, int64_t begin, int64_t end, int64_t dim, A* out) {
   if (dim < kLanes<A>) {
-    sum_narrow<kScaled>(list, begin, end, dim, out);
-  } else if (leave == Leave::streamed) {
-    sum_wide<kScaled, Leave::streamed>(list, begin, end, dim, out);
+    sum_narrow<kScaled>(rows, begin, end, dim, out);
   } else {
-    sum_wide<kScaled, Leave::cached>(list, begin, end, dim, out);
-  }
-}
-
-template <typename T, typename A>
-FE_FUNCTION void sum_rows(const RowList<T>& list, int64_t begin, int64_t end, bool scaled, int64_t dim, Leave leave,
-                          A* out) {
-  if (scaled) {
-    sum_rows<true>(list, begin, end, dim, leave, out);
-  } else {
-    sum_rows<false>(list, begin, end, dim, leave, out);
+    sum_wide<kScaled, kLeave>(rows, begin, end, dim, out);
   }
 }
 
@@ -151,9 +161,9 @@ struct ChunkedSum {
   int64_t dim;
   bool empty = true;
 
-  template <typename T>
-  void add(const RowList<T>& list, bool scaled) {
-    sum_rows(list, 0, list.count, scaled, dim, Leave::cached, empty ? acc : part);
+  template <bool kScaled, typename Rows>
+  void add(const Rows& rows, int64_t begin, int64_t end) {
+    sum_rows<kScaled, Leave::cached>(rows, begin, end, dim, empty ? acc : part);
     added_part();
   }
 

@@ -5,7 +5,8 @@
 
 namespace fastemb::cuda {
 
-// Bag b as the half-open range of its positions. A bag with a wrong offset is empty, and `wrong` is that offset's place.
+// Bag b as the half-open range of its positions. A bag with a wrong offset is empty, and `wrong` is that offset's
+// place.
 struct BagRange {
   int64_t begin;
   int64_t end;
@@ -15,8 +16,7 @@ struct BagRange {
 FE_DEVICE BagRange bag_range(const Bags& bags, int64_t b) {
   if (bags.offsets == nullptr) return {b * bags.bag_length, (b + 1) * bags.bag_length, -1};
   const int64_t begin = load_integer(bags.offsets, bags.offset_type, b);
-  const int64_t end =
-      b + 1 < bags.num_offsets ? load_integer(bags.offsets, bags.offset_type, b + 1) : bags.num_indices;
+  const int64_t end = b + 1 < bags.num_offsets ? load_integer(bags.offsets, bags.offset_type, b + 1) : bags.num_indices;
   if (begin < 0 || begin > bags.num_indices || (b == 0 && begin != 0)) return {0, 0, b};
   if (end < begin || end > bags.num_indices) return {0, 0, b + 1};
   return {begin, end, -1};

@@ -105,7 +105,8 @@ FE_DEVICE void max_bag(const BagForward& a, int64_t b, int64_t column, bool repo
 }
 
 template <typename T, typename I, bool kMax, int V>
-__global__ void __launch_bounds__(kBlock, 3) bag_forward_kernel(BagForward a, int32_t lanes, int64_t tiles) {
+__global__ void __launch_bounds__(kBlock, V == 8 && !kMax ? 2 : 3)
+    bag_forward_kernel(BagForward a, int32_t lanes, int64_t tiles) {
   const Place at = place(lanes);
   for (int64_t tile = blockIdx.y; tile < tiles; tile += gridDim.y) {
     const int64_t column = (tile * lanes + at.lane) * V;

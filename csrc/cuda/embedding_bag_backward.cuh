@@ -144,7 +144,8 @@ FE_DEVICE void store_row_gradient(const BagBackward& a, int64_t k, int64_t lengt
 
 // Segments of at most kChunk positions.
 template <typename G, bool kMax, int V>
-__global__ void __launch_bounds__(kBlock, kMax ? 2 : 3) short_segments_kernel(BagBackward a, int32_t lanes, int64_t tiles) {
+__global__ void __launch_bounds__(kBlock, kMax ? 2 : 3)
+    short_segments_kernel(BagBackward a, int32_t lanes, int64_t tiles) {
   using A = typename AccOf<G>::type;
   const Place at = place(lanes);
   const int64_t num_rows = *a.groups.num_rows;
@@ -196,7 +197,9 @@ FE_DEVICE LongChunk chunk_of_slot(const Groups& groups, int64_t slot) {
   return first < window && begin < end ? LongChunk{low, first, end, begin} : none;
 }
 
-FE_DEVICE int64_t slot_of_chunk(int64_t first, int64_t begin) { return 2 * (begin / kChunk) + (begin == first ? 1 : 0); }
+FE_DEVICE int64_t slot_of_chunk(int64_t first, int64_t begin) {
+  return 2 * (begin / kChunk) + (begin == first ? 1 : 0);
+}
 
 // Partial sums of the long segments' chunks.
 template <typename G, bool kMax, int V>
@@ -259,15 +262,15 @@ int launch_segments(const BagBackward& a, Stream stream) {
   using A = typename AccOf<G>::type;
   const int64_t n = a.bags.num_indices;
   RowShape shape = row_shape(n, a.dim, V, kFillBlocks);
-  if (int error = FE_LAUNCH((short_segments_kernel<G, kMax, V>), shape.grid, kBlock, stream, a, shape.lanes,
-                            shape.tiles)) {
+  if (int error =
+          FE_LAUNCH((short_segments_kernel<G, kMax, V>), shape.grid, kBlock, stream, a, shape.lanes, shape.tiles)) {
     return error;
   }
   if (n <= kChunk) return 0;
   const int64_t slots = bag_backward_partial_rows(n);
   shape = row_shape(slots, a.dim, V);
-  if (int error = FE_LAUNCH((long_chunks_kernel<G, kMax, V>), shape.grid, kBlock, stream, a, slots, shape.lanes,
-                            shape.tiles)) {
+  if (int error =
+          FE_LAUNCH((long_chunks_kernel<G, kMax, V>), shape.grid, kBlock, stream, a, slots, shape.lanes, shape.tiles)) {
     return error;
   }
   shape = row_shape(slots / 2, a.dim, V);
@@ -294,7 +297,7 @@ inline int launch_bag_backward(const BagBackward& a, Stream stream) {
 
 // grad_weights[p] = dot(grad_output[bag(p)], weight[indices[p]]). One group of lanes a position.
 template <typename T, bool kVectors>
-__global__ void __launch_bounds__(kBlock, 3) per_sample_kernel(PerSampleBackward a, int32_t lanes) {
+__global__ void __launch_bounds__(kBlock, 2) per_sample_kernel(PerSampleBackward a, int32_t lanes) {
   using A = typename AccOf<T>::type;
   const Place at = place(lanes);
   const T* weight = static_cast<const T*>(a.weight);

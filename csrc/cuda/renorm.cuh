@@ -88,8 +88,8 @@ inline int launch_renorm(const Renorm& a, Stream stream) {
     const int32_t lanes = dot_group(a.dim);
     dim3 grid = flat_grid(a.num_groups_capacity * lanes);
     if (grid.x > kFillBlocks) grid.x = kFillBlocks;
-    auto kernel = dot_vectors(a.weight, a.weight_stride, a.dim, sizeof(T)) ? &renorm_kernel<T, true>
-                                                                            : &renorm_kernel<T, false>;
+    auto kernel =
+        dot_vectors(a.weight, a.weight_stride, a.dim, sizeof(T)) ? &renorm_kernel<T, true> : &renorm_kernel<T, false>;
     return FE_LAUNCH(kernel, grid, kBlock, stream, a, norm_of(a.norm_type), lanes);
   });
 }

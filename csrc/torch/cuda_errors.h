@@ -1,7 +1,7 @@
 // Where CUDA kernels write down wrong ids and offsets, and how that reaches the caller without a synchronisation.
 //
-// Each device has one block of reports in mapped host memory. A kernel fills the report of its operator and table; every
-// later operator on the device looks at the block (a read of host memory) and raises what it finds.
+// Each device has one block of reports in mapped host memory. A kernel fills the report of its operator and table;
+// every later operator on the device looks at the block (a read of host memory) and raises what it finds.
 #pragma once
 
 #include <cstdint>

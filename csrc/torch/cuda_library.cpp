@@ -1,4 +1,5 @@
-// The operators for CUDA tensors: the current stream, scratch from torch's caching allocator, errors that surface later.
+// The operators for CUDA tensors: the current stream, scratch from torch's caching allocator, errors that surface
+// later.
 //
 // FASTEMB_SYNC_CHECKS=1 waits for the stream after each operator, so that an error is raised by the call that made it.
 #include <cuda_runtime_api.h>

@@ -3,8 +3,8 @@
 // Blocks run one after another. The threads of a block are fibers; one runs until it blocks (a barrier, a shuffle, an
 // atomic) and then another is chosen, in the order that `options().order` names. What a GPU would leave undefined is an
 // error here: a barrier that some threads never reach, a shuffle in which a lane of the warp is missing, two barriers
-// at different lines, a misaligned access through load words, a launch without threads. Shared memory holds NaN bytes when a
-// block begins. Memory-model faults and speed do not show.
+// at different lines, a misaligned access through load words, a launch without threads. Shared memory holds NaN bytes
+// when a block begins. Memory-model faults and speed do not show.
 #pragma once
 
 #include <ucontext.h>

@@ -26,7 +26,8 @@ struct Serial {
     const K mask = bits >= static_cast<int>(8 * sizeof(K)) ? ~K(0) : (K(1) << bits) - 1;
     std::vector<int64_t> order(n);
     std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return (keys[a] & mask) < (keys[b] & mask); });
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int64_t a, int64_t b) { return (keys[a] & mask) < (keys[b] & mask); });
     for (int64_t i = 0; i < n; ++i) {
       sorted[i] = keys[order[i]];
       sorted_values[i] = values[order[i]];
@@ -242,7 +243,9 @@ __global__ void lanes_exchange(int* out) {
 void shim_case(const std::string& name, uintptr_t out) {
   int* ints = reinterpret_cast<int*>(out);
   float* floats = reinterpret_cast<float*>(out);
-  const auto run = [](auto kernel, auto... arguments) { return FE_LAUNCH(kernel, dim3(2), dim3(64), nullptr, arguments...); };
+  const auto run = [](auto kernel, auto... arguments) {
+    return FE_LAUNCH(kernel, dim3(2), dim3(64), nullptr, arguments...);
+  };
   if (name == "early_return") return check(run(early_return, ints));
   if (name == "two_barriers") return check(run(two_barriers, ints));
   if (name == "missing_lane") return check(run(missing_lane, ints));

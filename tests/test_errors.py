@@ -1,0 +1,357 @@
+"""Wrong input: the type of the error, what it says, and that nothing was written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastemb import functional as F
+from fastemb import nn as fnn
+
+IDS = torch.tensor([1, 2, 4])
+OFFSETS = torch.tensor([0, 2])
+
+
+def table(dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.arange(10, dtype=torch.float32).reshape(5, 2).to(dtype))
+
+
+def fails(
+    kind: type[Exception], text: str, function: Callable[..., Tensor], *args: Any, **kwargs: Any
+) -> None:
+    """The call raises ``kind`` with ``text``, and no tensor among its arguments has changed."""
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not x.is_meta]
+    for x in tensors:
+        if isinstance(x, torch.nn.Parameter):
+            x.grad = torch.ones_like(x)
+    before = [x.detach().clone() for x in tensors]
+    with pytest.raises(kind, match=re.escape(text)) as caught:
+        function(*args, **kwargs)
+    assert type(caught.value) is kind
+    for x, y in zip(tensors, before, strict=True):
+        assert torch.equal(x.detach(), y)
+        if isinstance(x, torch.nn.Parameter):
+            assert torch.equal(x.grad, torch.ones_like(x))
+
+
+# ---- ids -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("bad", [5, -1, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("named", ["user", ""])
+def test_ids_out_of_range(named: str, bad: int, index_dtype: torch.dtype) -> None:
+    ids = torch.tensor([1, 4, bad, 0], dtype=index_dtype)
+    whose = "table 'user'" if named else "the table"
+    where = f"index {bad} at position 2 is out of range for {whose} with 5 rows"
+    fails(IndexError, f"embedding: {where}", F.embedding, ids, table(), table=named)
+    for mode in ("sum", "mean", "max"):
+        for options in ({}, {"padding_idx": 4}):
+            fails(
+                IndexError,
+                f"embedding_bag: {where}",
+                F.embedding_bag,
+                ids,
+                table(),
+                OFFSETS,
+                mode=mode,
+                table=named,
+                **options,
+            )
+            fails(
+                IndexError,
+                f"embedding_bag: {where}",
+                F.embedding_bag,
+                ids.reshape(2, 2),
+                table(),
+                mode=mode,
+                table=named,
+                **options,
+            )
+    # Rows are shrunk before the lookup, so that step has to see the ids first.
+    for function in (F.embedding, F.embedding_bag):
+        offsets = () if function is F.embedding else (OFFSETS,)
+        fails(
+            IndexError,
+            f"embedding_renorm_: {where}",
+            function,
+            ids,
+            table(),
+            *offsets,
+            max_norm=0.1,
+            table=named,
+        )
+
+
+@pytest.mark.parametrize("bad", [2**31, 2**32, 2**62, -(2**62)])
+def test_ids_are_not_cut_to_32_bits(bad: int) -> None:
+    text = f"index {bad} at position 1 is out of range"
+    fails(IndexError, text, F.embedding, torch.tensor([0, bad]), table())
+    fails(IndexError, text, F.embedding_bag, torch.tensor([[0, bad]]), table())
+
+
+def test_any_id_is_wrong_for_a_table_without_rows() -> None:
+    empty = torch.empty(0, 2)
+    fails(IndexError, "index 0 at position 0", F.embedding, torch.tensor([0]), empty)
+    assert F.embedding(IDS[:0], empty).shape == (0, 2)
+
+
+def test_the_first_wrong_id_is_named() -> None:
+    ids = torch.zeros(100_000, dtype=torch.int64)
+    ids[70_000:] = 9
+    fails(IndexError, "index 9 at position 70000", F.embedding, ids, table())
+    fails(IndexError, "index 9 at position 70000", F.embedding_bag, ids, table(), OFFSETS)
+
+
+# ---- offsets -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("offsets", "text"),
+    [
+        ([1, 2], "offsets[0] must be 0, got 1"),
+        ([-1, 2], "offsets[0] must be 0, got -1"),
+        ([0, 3, 1], "offsets[2] = 1 is less than offsets[1] = 3"),
+        ([0, -2, 3], "offsets[1] = -2 is less than offsets[0] = 0"),
+        ([0, 5, 2], "offsets[1] = 5 is greater than the number of indices, 3"),
+        ([0, 1, 4], "offsets[2] = 4 is greater than the number of indices, 3"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_offsets(mode: str, offsets: list[int], text: str) -> None:
+    for dtype in (torch.int32, torch.int64):
+        starts = torch.tensor(offsets, dtype=dtype)
+        for options in ({}, {"include_last_offset": True}, {"max_norm": 0.1}):
+            fails(
+                ValueError,
+                f"embedding_bag: {text}",
+                F.embedding_bag,
+                IDS,
+                table(),
+                starts,
+                mode=mode,
+                **options,
+            )
+
+
+def test_offsets_are_not_cut_to_32_bits() -> None:
+    text = f"offsets[1] = {2**40} is greater than the number of indices, 3"
+    fails(ValueError, text, F.embedding_bag, IDS, table(), torch.tensor([0, 2**40, 1]))
+
+
+def test_offsets_beyond_an_empty_input() -> None:
+    text = "offsets[1] = 2 is greater than the number of indices, 0"
+    fails(ValueError, text, F.embedding_bag, IDS[:0], table(), torch.tensor([0, 2, 0]))
+
+
+# ---- shapes, dtypes, devices, options ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "arguments"),
+    [
+        (TypeError, "weight must be a tensor, got list", {"weight": [[1.0]]}),
+        (
+            TypeError,
+            "weight must be float16, bfloat16, float32 or float64, got 2-D int64",
+            {"weight": torch.ones(2, 2, dtype=torch.int64)},
+        ),
+        (ValueError, "weight must be 2-D, got 1-D float32", {"weight": torch.ones(3)}),
+        (ValueError, "weight must be 2-D, got 3-D float32", {"weight": torch.ones(3, 2, 2)}),
+        (TypeError, "input must be a tensor, got list", {"input": [1, 2]}),
+        (
+            TypeError,
+            "input must be int32 or int64, got 1-D float32",
+            {"input": torch.ones(3)},
+        ),
+        (
+            TypeError,
+            "input must be int32 or int64, got 1-D int16",
+            {"input": IDS.short()},
+        ),
+        (
+            ValueError,
+            "input must be on weight's device cpu, got meta",
+            {"input": IDS.to("meta")},
+        ),
+        (ValueError, "padding_idx must be within [-5, 5), got 5", {"padding_idx": 5}),
+        (ValueError, "padding_idx must be within [-5, 5), got -6", {"padding_idx": -6}),
+        (
+            TypeError,
+            "output_dtype must be float16, bfloat16, float32 or float64, got torch.int32",
+            {"output_dtype": torch.int32},
+        ),
+        (ValueError, "max_norm must not be negative, got -1.0", {"max_norm": -1.0}),
+        (ValueError, "max_norm must not be negative, got nan", {"max_norm": float("nan")}),
+        (
+            ValueError,
+            "norm_type must be positive, got 0.0",
+            {"max_norm": 1.0, "norm_type": 0.0},
+        ),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_common_arguments(kind: type[Exception], text: str, arguments: dict[str, Any]) -> None:
+    for function, more in ((F.embedding, {}), (F.embedding_bag, {"offsets": OFFSETS})):
+        given = {"input": IDS, "weight": table(), **more, **arguments}
+        fails(kind, text, function, **given)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "arguments"),
+    [
+        (ValueError, "offsets must be a tensor for a 1-D input, got None", {}),
+        (
+            ValueError,
+            "offsets must be None for a 2-D input, got 1-D int64",
+            {"input": IDS.reshape(1, 3), "offsets": OFFSETS},
+        ),
+        (ValueError, "input must be 1-D or 2-D, got 0-D int64", {"input": IDS[0]}),
+        (ValueError, "input must be 1-D or 2-D, got 3-D int64", {"input": IDS.reshape(1, 1, 3)}),
+        (
+            TypeError,
+            "offsets must be 1-D int32 or int64, got 1-D float32",
+            {"offsets": OFFSETS.float()},
+        ),
+        (
+            ValueError,
+            "offsets must be 1-D int32 or int64, got 2-D int64",
+            {"offsets": OFFSETS.reshape(1, 2)},
+        ),
+        (
+            ValueError,
+            "offsets must be on input's device cpu, got meta",
+            {"offsets": OFFSETS.to("meta")},
+        ),
+        (
+            ValueError,
+            "offsets must hold at least one element with include_last_offset, got 0",
+            {"offsets": OFFSETS[:0], "include_last_offset": True},
+        ),
+        (
+            ValueError,
+            "mode must be 'sum', 'mean' or 'max', got 'median'",
+            {"offsets": OFFSETS, "mode": "median"},
+        ),
+        (
+            ValueError,
+            "scale_grad_by_freq must be False in mode 'max', got True",
+            {"offsets": OFFSETS, "mode": "max", "scale_grad_by_freq": True},
+        ),
+        (
+            ValueError,
+            "per_sample_weights must be None in mode 'max', got a tensor",
+            {"offsets": OFFSETS, "mode": "max", "per_sample_weights": torch.ones(3)},
+        ),
+        (
+            TypeError,
+            "per_sample_weights must be a tensor, got list",
+            {"offsets": OFFSETS, "per_sample_weights": [1.0, 1.0, 1.0]},
+        ),
+        (
+            TypeError,
+            "per_sample_weights must be float16, bfloat16, float32 or float64, got 1-D int64",
+            {"offsets": OFFSETS, "per_sample_weights": IDS},
+        ),
+        (
+            ValueError,
+            "per_sample_weights must have input's shape (3,), got (2,)",
+            {"offsets": OFFSETS, "per_sample_weights": torch.ones(2)},
+        ),
+        (
+            ValueError,
+            "per_sample_weights must be on input's device cpu, got meta",
+            {"offsets": OFFSETS, "per_sample_weights": torch.ones(3, device="meta")},
+        ),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_bag_arguments(kind: type[Exception], text: str, arguments: dict[str, Any]) -> None:
+    given = {"input": IDS, "weight": table(), **arguments}
+    fails(kind, f"embedding_bag: {text}", F.embedding_bag, **given)
+
+
+# ---- modules -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [fnn.Embedding, fnn.EmbeddingBag])
+def test_constructors(kind: type) -> None:
+    name = kind.__name__
+    with pytest.raises(ValueError, match=rf"{name}: padding_idx must be within \[-5, 5\), got 7"):
+        kind(5, 2, padding_idx=7)
+    with pytest.raises(TypeError, match=f"{name}: dtype must be .* got torch.int64"):
+        kind(5, 2, dtype=torch.int64)
+    with pytest.raises(TypeError, match=f"{name}: output_dtype must be .* got torch.int8"):
+        kind(5, 2, output_dtype=torch.int8)
+    with pytest.raises(ValueError, match=f"{name}: weight must be 2-D, got 1-D float32"):
+        kind.from_pretrained(torch.ones(3))
+    with pytest.raises(TypeError, match=f"{name}: weight must be a tensor, got list"):
+        kind.from_pretrained([[1.0]])
+    with pytest.raises(TypeError, match="positional argument"):
+        kind(*range(1, 14))
+
+
+def test_bag_constructor() -> None:
+    with pytest.raises(ValueError, match=r"EmbeddingBag: mode must be .* got 'prod'"):
+        fnn.EmbeddingBag(5, 2, mode="prod")
+    with pytest.raises(ValueError, match="EmbeddingBag: scale_grad_by_freq must be False"):
+        fnn.EmbeddingBag(5, 2, mode="max", scale_grad_by_freq=True)
+
+
+def test_modules_name_their_table() -> None:
+    bag = fnn.EmbeddingBag(5, 2, table="clicks")
+    with pytest.raises(IndexError, match="out of range for table 'clicks' with 5 rows"):
+        bag(torch.tensor([[9]]))
+
+
+# ---- autograd notices what it must ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [fnn.Embedding, fnn.EmbeddingBag])
+def test_max_norm_counts_as_a_change_of_the_table(kind: type) -> None:
+    """What another operation saved is stale, and autograd says so."""
+    module = kind(3, 2, max_norm=0.1)
+    other = torch.ones(1, 2, requires_grad=True)
+    product = module.weight @ other.t()
+    looked_up = module(torch.tensor([[0, 1]]))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (product.sum() + looked_up.sum()).backward()
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_buffers_refilled_before_the_backward(mode: str) -> None:
+    for position, value in ((0, 3), (1, 0)):
+        inputs = [torch.tensor([0, 1, 2]), torch.tensor([0, 2])]
+        output = fnn.EmbeddingBag(4, 2, mode=mode)(*inputs)
+        inputs[position].fill_(value)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+    ids = torch.tensor([0, 1])
+    output = fnn.Embedding(4, 2)(ids)
+    ids.fill_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_weights_changed_before_the_backward() -> None:
+    bag, samples = fnn.EmbeddingBag(4, 2, mode="sum"), torch.ones(1, 3)
+    output = bag(torch.tensor([[0, 1, 2]]), per_sample_weights=samples)
+    samples.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+    # The table itself is read by the gradient of the samples only.
+    for learns, expectation in ((False, None), (True, RuntimeError)):
+        samples = torch.ones(1, 3, requires_grad=learns)
+        output = bag(torch.tensor([[0, 1, 2]]), per_sample_weights=samples)
+        with torch.no_grad():
+            bag.weight.zero_()
+        if expectation is None:
+            output.sum().backward()
+        else:
+            with pytest.raises(expectation, match="modified by an inplace operation"):
+                output.sum().backward()
