@@ -278,6 +278,8 @@ def _renorm(weight: Tensor, input: Tensor, max_norm: float, norm_type: float, ta
 # gradients under torch.compile
 # ---------------------------------------------------------------------------------------------
 
+# torch._disable_dynamo is torch.compiler.disable without the seconds that importing Dynamo costs.
+
 _warned_of_graph_break = False
 _warned_of_rounded_gradient = False
 
@@ -303,19 +305,18 @@ def _warn_of_graph_break() -> None:
         )
 
 
-@torch.compiler.disable
+@torch._disable_dynamo
 def _embedding_outside_graph(*args: object) -> Tensor:
     _warn_of_graph_break()
     return torch.ops.fastemb.embedding(*args)
 
 
-@torch.compiler.disable
+@torch._disable_dynamo
 def _embedding_bag_outside_graph(*args: object) -> Tensor:
     _warn_of_graph_break()
     return torch.ops.fastemb.embedding_bag(*args)[0]
 
 
-@torch.compiler.assume_constant_result  # runs while dynamo traces, leaves nothing in the graph
 def _warn_of_rounded_gradient() -> None:
     """AOTAutograd traces parameters without their ``grad_dtype``."""
     global _warned_of_rounded_gradient
@@ -327,3 +328,8 @@ def _warn_of_rounded_gradient() -> None:
             "outside the compiled region, keeps it in FP32",
             stacklevel=2,
         )
+
+
+# What torch.compiler.assume_constant_result does, again without importing Dynamo: the warning is
+# given while Dynamo traces and leaves nothing in the graph.
+setattr(_warn_of_rounded_gradient, "_dynamo_marked_constant", True)  # noqa: B010
