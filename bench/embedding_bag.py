@@ -226,8 +226,11 @@ def table(rows: list[dict[str, Any]], part: str) -> str:
                 f"{cell['ratio']:.2f}",
                 f"{cell['gbps']:.1f}",
                 f"{cell['gbps'] / row[limit]:.2f}",
-                *([f"{peaks['torch']:.0f} / {peaks['fastemb']:.0f}" if peaks else "-"]
-                  if part != "forward" else []),
+                *(
+                    [f"{peaks['torch']:.0f} / {peaks['fastemb']:.0f}" if peaks else "-"]
+                    if part != "forward"
+                    else []
+                ),
             ]
         )
     header = ["case", "threads", "torch ms", "fastemb ms", "torch / fastemb", "GB/s"]
@@ -235,6 +238,13 @@ def table(rows: list[dict[str, Any]], part: str) -> str:
     if part != "forward":
         header.append("peak MB, torch / fastemb")
     return harness.markdown(header, lines)
+
+
+def limits_of(rows: list[dict[str, Any]], threads: int) -> str:
+    mine = [row for row in rows if row["threads"] == threads]
+    copy = harness.median([row["copy_gbps"] for row in mine])
+    read = harness.median([row["read_gbps"] for row in mine])
+    return f"{threads} threads: copy {copy:.1f}, read {read:.1f} GB/s"
 
 
 def main() -> None:
@@ -263,12 +273,8 @@ def main() -> None:
     for huge_pages in (False, True):
         rows = run_worker(arguments, huge_pages)
         where = "torch on huge pages" if huge_pages else "torch as installed"
-        copies = ", ".join(
-            f"{count} threads copy {harness.median([r['copy_gbps'] for r in rows if r['threads'] == count]):.1f} "
-            f"and read {harness.median([r['read_gbps'] for r in rows if r['threads'] == count]):.1f} GB/s"
-            for count in threads
-        )
-        report.append(f"\n## {where} ({copies})")
+        limits = ", ".join(limits_of(rows, count) for count in threads)
+        report.append(f"\n## {where} ({limits})")
         for part, title in (
             ("forward", "Forward"),
             ("sparse", "Backward to coalesced row gradients (torch: backward + coalesce)"),

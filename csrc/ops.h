@@ -14,7 +14,8 @@
 //                 t_p = s_p for sum, s_p / acc(count) for mean (s_p = 1 without weights; t_p = 1 is not multiplied),
 //                 for max of g[bag(p)][d] where p is the winner, else nothing.
 //                 scale_grad_by_freq divides the finished sum by acc(occurrences).
-//   dot           kDotLanes partial sums, lane j adds the products of d = j, j + kDotLanes, ...; then lanes are folded in
+//   dot           kDotLanes partial sums, lane j adds the products of d = j, j + kDotLanes, ...; then lanes are folded
+//   in
 //                 halves: lane[j] += lane[j + h] for h = kDotLanes / 2, ..., 1.  Used by the per-sample-weight
 //                 gradient (mean divides the dot by acc(count)) and by the norms of renorm.
 //   rounding      to fp16/bf16 once, at the store, to nearest even.
@@ -36,12 +37,12 @@ enum class Mode : int32_t { sum, mean, max };
 //   offsets null:   bags of bag_length positions each, begin(b) = b * bag_length
 // Positions that no bag covers (behind the last offset) take no part in anything.
 struct Bags {
-  const void* indices;     // [num_indices] index_type, row numbers
-  const void* offsets;     // [num_offsets] offset_type, ascending from 0, or null
+  const void* indices;  // [num_indices] index_type, row numbers
+  const void* offsets;  // [num_offsets] offset_type, ascending from 0, or null
   IndexType index_type;
   IndexType offset_type;
   int64_t num_indices;
-  int64_t num_offsets;     // num_bags, or num_bags + 1 when the last offset closes the last bag
+  int64_t num_offsets;  // num_bags, or num_bags + 1 when the last offset closes the last bag
   int64_t num_bags;
   int64_t bag_length;      // used when offsets is null
   int64_t num_embeddings;  // rows are in [0, num_embeddings)
@@ -50,10 +51,10 @@ struct Bags {
 
 // Positions grouped by the row they name: what group_indices makes and the backward reads.
 struct Groups {
-  int32_t* order;      // [num_indices] positions sorted by (row, position); positions that take no part come last
-  int64_t* rows;       // [num_indices] the distinct rows, ascending; *num_rows of them are set
-  int32_t* segments;   // [num_indices + 1] row k owns order[segments[k] .. segments[k + 1]); *num_rows + 1 are set
-  int32_t* num_rows;   // [1]
+  int32_t* order;     // [num_indices] positions sorted by (row, position); positions that take no part come last
+  int64_t* rows;      // [num_indices] the distinct rows, ascending; *num_rows of them are set
+  int32_t* segments;  // [num_indices + 1] row k owns order[segments[k] .. segments[k + 1]); *num_rows + 1 are set
+  int32_t* num_rows;  // [1]
 };
 
 // What went wrong on the device. Kernels skip what is wrong and record the first report; the host raises it later.
@@ -70,34 +71,34 @@ struct ErrorReport {
 struct BagForward {
   Bags bags;
   Mode mode;
-  const void* weight;              // [num_embeddings, dim] weight_type, rows weight_stride elements apart
+  const void* weight;  // [num_embeddings, dim] weight_type, rows weight_stride elements apart
   DType weight_type;
   int64_t weight_stride;
   int64_t dim;
   const void* per_sample_weights;  // [num_indices] per_sample_type or null (sum and mean only)
   DType per_sample_type;
-  void* output;                    // [num_bags, dim] output_type
+  void* output;  // [num_bags, dim] output_type
   DType output_type;
-  int32_t* argmax;                 // max only: [num_bags, dim] winner's position within its bag, -1 in an empty bag
-  ErrorReport* error;              // CUDA only
+  int32_t* argmax;     // max only: [num_bags, dim] winner's position within its bag, -1 in an empty bag
+  ErrorReport* error;  // CUDA only
 };
 
 // output[n] = weight[indices[n]], padding included
 struct Gather {
-  Bags bags;                       // bag_length 1, padding_idx -1
-  const void* weight;              // [num_embeddings, dim] weight_type, rows weight_stride elements apart
+  Bags bags;           // bag_length 1, padding_idx -1
+  const void* weight;  // [num_embeddings, dim] weight_type, rows weight_stride elements apart
   DType weight_type;
   int64_t weight_stride;
   int64_t dim;
-  void* output;                    // [num_indices, dim] output_type
+  void* output;  // [num_indices, dim] output_type
   DType output_type;
-  ErrorReport* error;              // CUDA only
+  ErrorReport* error;  // CUDA only
 };
 
 struct GroupIndices {
   Bags bags;
   Groups groups;
-  void* scratch;                   // group_indices_scratch_bytes() bytes
+  void* scratch;  // group_indices_scratch_bytes() bytes
   int64_t scratch_bytes;
 };
 
@@ -107,39 +108,39 @@ struct BagBackward {
   Groups groups;
   Mode mode;
   bool scale_grad_by_freq;
-  bool dense;                      // CUDA: the caller has zeroed grad_rows; CPU: the kernel zeroes the other rows
-  const void* grad_output;         // [num_bags, dim] grad_type
-  DType grad_type;                 // f64 goes with acc double, the others with float
+  bool dense;               // CUDA: the caller has zeroed grad_rows; CPU: the kernel zeroes the other rows
+  const void* grad_output;  // [num_bags, dim] grad_type
+  DType grad_type;          // f64 goes with acc double, the others with float
   int64_t dim;
   const void* per_sample_weights;  // [num_indices] per_sample_type or null
   DType per_sample_type;
-  const int32_t* argmax;           // max only: what the forward wrote
-  void* grad_rows;                 // [distinct rows or num_embeddings, dim] acc
-  int32_t* bag_of;                 // scratch [num_indices], -1 for positions in no bag; unused when bag_length is 1
-  void* bag_count;                 // scratch [num_bags] acc, non-padding positions; mean only
-  void* partials;                  // scratch, bag_backward_partial_rows() * dim of acc
+  const int32_t* argmax;  // max only: what the forward wrote
+  void* grad_rows;        // [distinct rows or num_embeddings, dim] acc
+  int32_t* bag_of;        // scratch [num_indices], -1 for positions in no bag; unused when bag_length is 1
+  void* bag_count;        // scratch [num_bags] acc, non-padding positions; mean only
+  void* partials;         // scratch, bag_backward_partial_rows() * dim of acc
 };
 
 // grad_weights[p] = dot(grad_output[bag(p)], weight[indices[p]]) (mean: / count); the caller has zeroed it
 struct PerSampleBackward {
   Bags bags;
-  Mode mode;                       // sum or mean
-  const void* grad_output;         // [num_bags, dim] acc
-  const void* weight;              // as in BagForward
+  Mode mode;                // sum or mean
+  const void* grad_output;  // [num_bags, dim] acc
+  const void* weight;       // as in BagForward
   DType weight_type;
   int64_t weight_stride;
   int64_t dim;
-  void* grad_weights;              // [num_indices] acc
-  int32_t* bag_of;                 // CUDA only, scratch as in BagBackward
-  void* bag_count;                 // CUDA only, scratch as in BagBackward
+  void* grad_weights;  // [num_indices] acc
+  int32_t* bag_of;     // CUDA only, scratch as in BagBackward
+  void* bag_count;     // CUDA only, scratch as in BagBackward
 };
 
 // Rows named by the groups whose norm exceeds max_norm are scaled by max_norm / (norm + 1e-7), in place. The norm is
 // accumulated in acc as by `dot`: of |x| (norm_type 1), x * x (2), max |x| (inf), |x|^p otherwise.
 struct Renorm {
   Groups groups;
-  int64_t num_groups_capacity;     // number of indices
-  void* weight;                    // as in BagForward
+  int64_t num_groups_capacity;  // number of indices
+  void* weight;                 // as in BagForward
   DType weight_type;
   int64_t weight_stride;
   int64_t dim;
@@ -148,9 +149,7 @@ struct Renorm {
 };
 
 // Upper bound on the partial sums that long segments leave behind: two per window of kChunk sorted positions.
-constexpr int64_t bag_backward_partial_rows(int64_t num_indices) {
-  return 2 * ((num_indices + kChunk - 1) / kChunk);
-}
+constexpr int64_t bag_backward_partial_rows(int64_t num_indices) { return 2 * ((num_indices + kChunk - 1) / kChunk); }
 
 namespace cpu {
 

@@ -244,7 +244,7 @@ def backend(name: str) -> SimpleNamespace:
 
 
 def cpu_function(name: str) -> Any | None:
-    """A C function that the CPU library exports beside its operators; None when it is not loaded."""
+    """A C function of the CPU library, beside its operators; None when it is not loaded."""
     if _loaded().status.get("cpu") != "loaded":
         return None
     return ctypes.CDLL(str(CPU_LIBRARY))[name]  # the library that is loaded already

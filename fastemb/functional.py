@@ -11,6 +11,7 @@ import warnings
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from fastemb import (
     _ops,  # noqa: F401  (defines torch.ops.fastemb)
@@ -278,7 +279,7 @@ def _renorm(weight: Tensor, input: Tensor, max_norm: float, norm_type: float, ta
 # gradients under torch.compile
 # ---------------------------------------------------------------------------------------------
 
-# torch._disable_dynamo is torch.compiler.disable without the seconds that importing Dynamo costs.
+# _disable_dynamo is torch.compiler.disable without the seconds that importing Dynamo costs.
 
 _warned_of_graph_break = False
 _warned_of_rounded_gradient = False
@@ -305,13 +306,13 @@ def _warn_of_graph_break() -> None:
         )
 
 
-@torch._disable_dynamo
+@_disable_dynamo
 def _embedding_outside_graph(*args: object) -> Tensor:
     _warn_of_graph_break()
     return torch.ops.fastemb.embedding(*args)
 
 
-@torch._disable_dynamo
+@_disable_dynamo
 def _embedding_bag_outside_graph(*args: object) -> Tensor:
     _warn_of_graph_break()
     return torch.ops.fastemb.embedding_bag(*args)[0]

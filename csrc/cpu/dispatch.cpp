@@ -16,11 +16,9 @@ struct Level {
   Kernels kernels;
 };
 
-#define FE_TABLE(isa)                                                                                             \
-  {                                                                                                               \
-    isa::check_bags, isa::group_indices_scratch_bytes, isa::group_indices, isa::bag_forward, isa::gather, isa::bag_backward,                        \
-        isa::per_sample_backward, isa::renorm                                                                     \
-  }
+#define FE_TABLE(isa)                                                                                      \
+  {isa::check_bags,   isa::group_indices_scratch_bytes, isa::group_indices, isa::bag_forward, isa::gather, \
+   isa::bag_backward, isa::per_sample_backward,         isa::renorm}
 
 // Best first.
 #if FE_X86_LEVELS

@@ -13,7 +13,8 @@ void for_bags(const Bags& bags, int64_t dim, const Parallel& parallel, const Bod
   const int64_t pieces = pieces_for(parallel, total * dim);
   const auto start = [&](int64_t b) { return bag_begin(bags, b) + b; };
   parallel_ranges(parallel, pieces, 1, [&](int64_t begin, int64_t end) {
-    body(split_point(bags.num_bags, total, begin, pieces, start), split_point(bags.num_bags, total, end, pieces, start));
+    body(split_point(bags.num_bags, total, begin, pieces, start),
+         split_point(bags.num_bags, total, end, pieces, start));
   });
 }
 
@@ -36,7 +37,8 @@ Table<T, I> table_of(const Bags& bags, const void* weight, int64_t stride) {
 
 // The terms of positions [begin, end), padding left out; returns how many.
 template <typename T, typename I>
-FE_FUNCTION int64_t list_terms(const BagForward& p, const Table<T, I>& table, int64_t begin, int64_t end, RowList<T>& list) {
+FE_FUNCTION int64_t list_terms(const BagForward& p, const Table<T, I>& table, int64_t begin, int64_t end,
+                               RowList<T>& list) {
   int64_t n = 0;
   for (int64_t i = begin; i < end; ++i) {
     if (static_cast<int64_t>(table.indices[i]) == table.padding_idx) continue;
@@ -151,8 +153,8 @@ void forward_max(const BagForward& p, const Parallel& parallel) {
 template <typename T, typename I>
 void gather_rows(const Gather& p, const Parallel& parallel) {
   using A = typename AccOf<T>::type;
-  constexpr DType kSame = __is_same(T, f16)    ? DType::f16
-                          : __is_same(T, bf16) ? DType::bf16
+  constexpr DType kSame = __is_same(T, f16)     ? DType::f16
+                          : __is_same(T, bf16)  ? DType::bf16
                           : __is_same(T, float) ? DType::f32
                                                 : DType::f64;
   const auto table = table_of<T, I>(p.bags, p.weight, p.weight_stride);
@@ -203,7 +205,10 @@ void per_sample(const PerSampleBackward& p, const Parallel& parallel) {
 template <typename F>
 void with_types(DType type, IndexType index, const F& f) {
   with_type(type, [&](auto t) {
-    if (index == IndexType::i32) f(t, int32_t{}); else f(t, int64_t{});
+    if (index == IndexType::i32)
+      f(t, int32_t{});
+    else
+      f(t, int64_t{});
   });
 }
 

@@ -7,7 +7,7 @@
 namespace fastemb::cpu::FE_ISA {
 namespace {
 
-inline constexpr int64_t kLong = 8 * kChunk;  // a segment longer than this is worth the second pass
+inline constexpr int64_t kLong = 8 * kChunk;                // a segment longer than this is worth the second pass
 inline constexpr int64_t kStreamBytes = int64_t{16} << 20;  // outputs beyond this do not stay in a cache anyway
 
 // bag_of[p] for every position, bag_count[b] for a mean.
@@ -138,7 +138,10 @@ struct LongSegments {
       int64_t low = 0, high = num_rows;  // last segment that starts at or before `at`
       while (high - low > 1) {
         const int64_t middle = low + (high - low) / 2;
-        if (start(middle) <= at) low = middle; else high = middle;
+        if (start(middle) <= at)
+          low = middle;
+        else
+          high = middle;
       }
       const int64_t begin = start(low), end = start(low + 1);
       if (end - begin <= kLong || (count > 0 && segments.data[count - 1] == low)) continue;
@@ -235,9 +238,11 @@ struct SegmentRange {
     while (end < last && segments[end + 1] - begin <= kChunk) ++end;
     terms.list_positions(begin, segments[end], positions, list);
     if (terms.scaled) {
-      leave == Leave::streamed ? sum_listed<true, Leave::streamed>(first, end) : sum_listed<true, Leave::cached>(first, end);
+      leave == Leave::streamed ? sum_listed<true, Leave::streamed>(first, end)
+                               : sum_listed<true, Leave::cached>(first, end);
     } else {
-      leave == Leave::streamed ? sum_listed<false, Leave::streamed>(first, end) : sum_listed<false, Leave::cached>(first, end);
+      leave == Leave::streamed ? sum_listed<false, Leave::streamed>(first, end)
+                               : sum_listed<false, Leave::cached>(first, end);
     }
     return end;
   }

@@ -1,5 +1,5 @@
-// Grouping of positions by row on the CPU: a stable radix sort of (row, position) records, then the heads of runs. Also the
-// check of ids and offsets that precedes every operator.
+// Grouping of positions by row on the CPU: a stable radix sort of (row, position) records, then the heads of runs. Also
+// the check of ids and offsets that precedes every operator.
 #include "cpu/kernels.h"
 #include "cpu/vec.h"
 
@@ -83,7 +83,9 @@ struct Grouping {
   // One stable counting sort by `bits` bits of the row: counts per piece, prefix sums in (digit, piece) order, scatter.
   void sort_digit(int shift, int bits) {
     const int64_t digits = int64_t{1} << bits;
-    const auto digit = [&](const Record& r) { return static_cast<int64_t>((r.row >> shift) & static_cast<uint64_t>(digits - 1)); };
+    const auto digit = [&](const Record& r) {
+      return static_cast<int64_t>((r.row >> shift) & static_cast<uint64_t>(digits - 1));
+    };
     for_pieces([&](int64_t piece, int64_t begin, int64_t end) {
       int64_t* count = counts + piece * digits;
       memset(count, 0, static_cast<size_t>(digits) * sizeof(int64_t));
@@ -138,7 +140,10 @@ struct Grouping {
     int64_t low = 0, high = n;
     while (low < high) {
       const int64_t middle = low + (high - low) / 2;
-      if (static_cast<int64_t>(from[middle].row) < p.bags.num_embeddings) low = middle + 1; else high = middle;
+      if (static_cast<int64_t>(from[middle].row) < p.bags.num_embeddings)
+        low = middle + 1;
+      else
+        high = middle;
     }
     groups.segments[num_rows] = static_cast<int32_t>(low);
     *groups.num_rows = static_cast<int32_t>(num_rows);
@@ -166,7 +171,8 @@ bool all_in_range(const Bags& bags, int64_t begin, int64_t end) {
   const I* indices = static_cast<const I*>(bags.indices);
   const uint64_t limit = static_cast<uint64_t>(bags.num_embeddings);
   uint64_t bad = 0;
-  for (int64_t i = begin; i < end; ++i) bad |= static_cast<uint64_t>(static_cast<uint64_t>(int64_t{indices[i]}) >= limit);
+  for (int64_t i = begin; i < end; ++i)
+    bad |= static_cast<uint64_t>(static_cast<uint64_t>(int64_t{indices[i]}) >= limit);
   return bad == 0;
 }
 

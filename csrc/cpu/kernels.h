@@ -17,16 +17,16 @@ struct Kernels {
   void (*renorm)(const Renorm&, const Parallel&);
 };
 
-#define FE_DECLARE_KERNELS(isa)                                         \
-  namespace isa {                                                       \
-  ErrorReport check_bags(const Bags&, const Parallel&);                 \
-  int64_t group_indices_scratch_bytes(const Bags&, const Parallel&);    \
-  void group_indices(const GroupIndices&, const Parallel&);             \
-  void bag_forward(const BagForward&, const Parallel&);                 \
-  void gather(const Gather&, const Parallel&);                          \
-  void bag_backward(const BagBackward&, const Parallel&);               \
-  void per_sample_backward(const PerSampleBackward&, const Parallel&);  \
-  void renorm(const Renorm&, const Parallel&);                          \
+#define FE_DECLARE_KERNELS(isa)                                        \
+  namespace isa {                                                      \
+  ErrorReport check_bags(const Bags&, const Parallel&);                \
+  int64_t group_indices_scratch_bytes(const Bags&, const Parallel&);   \
+  void group_indices(const GroupIndices&, const Parallel&);            \
+  void bag_forward(const BagForward&, const Parallel&);                \
+  void gather(const Gather&, const Parallel&);                         \
+  void bag_backward(const BagBackward&, const Parallel&);              \
+  void per_sample_backward(const PerSampleBackward&, const Parallel&); \
+  void renorm(const Renorm&, const Parallel&);                         \
   }
 
 FE_DECLARE_KERNELS(baseline)

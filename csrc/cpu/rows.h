@@ -1,5 +1,5 @@
-// Sums of rows, the inner loop of forward and backward: part[d] = sum over a list of rows of scale_i * row_i[d], in list
-// order, one rounded multiply and one rounded add per term.
+// Sums of rows, the inner loop of forward and backward: part[d] = sum over a list of rows of scale_i * row_i[d], in
+// list order, one rounded multiply and one rounded add per term.
 #pragma once
 
 #include "cpu/vec.h"
@@ -9,7 +9,8 @@ namespace fastemb::cpu::FE_ISA {
 inline constexpr int kMaxVectors = 8;          // vector accumulators held in registers
 inline constexpr int64_t kPrefetchAhead = 64;  // rows; 50 to 100 ahead gain most, the next few rows nothing
 
-// Where rows come from. row(i) and scale(i) are the i-th term, ahead(i) a row that is wanted kPrefetchAhead terms later.
+// Where rows come from. row(i) and scale(i) are the i-th term, ahead(i) a row that is wanted kPrefetchAhead terms
+// later.
 
 // Up to kChunk rows, looked up beforehand.
 template <typename T>
@@ -133,10 +134,8 @@ FE_FUNCTION void sum_wide(const Rows& rows, int64_t begin, int64_t end, int64_t 
     const int64_t n = left < kMaxVectors ? left : kMaxVectors;
     const int64_t last = left <= kMaxVectors ? dim - L : first + (n - 1) * L;
     switch (n) {
-#define FE_CASE(N)                                                         \
-  case N:                                                                  \
-    sum_columns<N, kScaled, kLeave>(rows, begin, end, first, last, out);   \
-    break;
+#define FE_CASE(N) \
+  case N: sum_columns<N, kScaled, kLeave>(rows, begin, end, first, last, out); break;
       FE_CASE(1) FE_CASE(2) FE_CASE(3) FE_CASE(4) FE_CASE(5) FE_CASE(6) FE_CASE(7) FE_CASE(8)
 #undef FE_CASE
     }

@@ -170,8 +170,8 @@ FE_FUNCTION int64_t bag_begin(const Bags& bags, int64_t b) {
 // Where the last bag ends: positions behind it take no part.
 FE_FUNCTION int64_t covered(const Bags& bags) { return bags.num_bags == 0 ? 0 : bag_begin(bags, bags.num_bags); }
 
-// Scratch of one thread. Not std::unique_ptr: templates of the standard library would be compiled once per level under one
-// name, and the linker may keep the copy that the running machine cannot execute.
+// Scratch of one thread. Not std::unique_ptr: templates of the standard library would be compiled once per level under
+// one name, and the linker may keep the copy that the running machine cannot execute.
 template <typename E>
 struct Scratch {
   explicit Scratch(int64_t n) : data(static_cast<E*>(malloc(static_cast<size_t>(n + 1) * sizeof(E)))) {
@@ -202,16 +202,20 @@ FE_FUNCTION void parallel_ranges(const Parallel& parallel, int64_t n, int64_t gr
   parallel.run(0, n, grain, body, const_cast<F*>(&ranges));
 }
 
-// Pieces of [0, n) of about equal weight: the first item whose running weight reaches the piece's share. start(i) is the
-// weight in front of item i, ascending, total = start(n).
+// Pieces of [0, n) of about equal weight: the first item whose running weight reaches the piece's share. start(i) is
+// the weight in front of item i, ascending, total = start(n).
 template <typename F>
 FE_FUNCTION int64_t split_point(int64_t n, int64_t total, int64_t piece, int64_t pieces, const F& start) {
   if (piece >= pieces) return n;
-  const int64_t target = static_cast<int64_t>(static_cast<double>(total) * static_cast<double>(piece) / static_cast<double>(pieces));
+  const int64_t target =
+      static_cast<int64_t>(static_cast<double>(total) * static_cast<double>(piece) / static_cast<double>(pieces));
   int64_t low = 0, high = n;
   while (low < high) {
     const int64_t middle = low + (high - low) / 2;
-    if (start(middle) < target) low = middle + 1; else high = middle;
+    if (start(middle) < target)
+      low = middle + 1;
+    else
+      high = middle;
   }
   return low;
 }

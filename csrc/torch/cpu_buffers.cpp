@@ -20,8 +20,8 @@ constexpr int64_t kMostCached = int64_t{1} << 30;  // beyond it, freed buffers g
 
 struct Pool {
   std::mutex mutex;
-  std::multimap<int64_t, void*> cached;            // by size
-  std::unordered_map<void*, int64_t> sizes;        // of every recyclable buffer in use
+  std::multimap<int64_t, void*> cached;      // by size
+  std::unordered_map<void*, int64_t> sizes;  // of every recyclable buffer in use
   int64_t cached_bytes = 0;
 };
 

@@ -14,7 +14,10 @@ void run_parallel(int64_t begin, int64_t end, int64_t grain, void (*body)(int64_
 
 struct CpuBackend {
   CpuBackend(const std::string& op_name, const Tensor& like, const std::string& table_name)
-      : op(op_name), table(table_name), device(like.device()), parallel{run_parallel, torch::stable::get_num_threads()} {}
+      : op(op_name),
+        table(table_name),
+        device(like.device()),
+        parallel{run_parallel, torch::stable::get_num_threads()} {}
   ~CpuBackend() {
     for (void* buffer : buffers) release_buffer(buffer);
   }
@@ -43,9 +46,9 @@ struct CpuBackend {
   Tensor zeros(const std::vector<int64_t>& sizes, ScalarType type) const {
     Tensor tensor = empty(sizes, type);
     char* data = static_cast<char*>(tensor.mutable_data_ptr());
-    torch::stable::parallel_for(0, tensor.numel() * element_bytes(type), int64_t{1} << 20, [&](int64_t from, int64_t to) {
-      std::memset(data + from, 0, static_cast<size_t>(to - from));
-    });
+    torch::stable::parallel_for(
+        0, tensor.numel() * element_bytes(type), int64_t{1} << 20,
+        [&](int64_t from, int64_t to) { std::memset(data + from, 0, static_cast<size_t>(to - from)); });
     return tensor;
   }
 

@@ -1,11 +1,11 @@
-// The operators of fastemb/_ops.py, written once for the CPU and the CUDA library: checked structs, outputs and scratch.
+// The operators of fastemb/_ops.py, written once for the CPU and the CUDA library: checked structs, outputs and
+// scratch.
 //
 // A Backend is made once per call and owns what differs between devices:
 //   Backend(op, like, table)       device guard; raises an error pending from an earlier call
-//   check(bags)                    raises for bad ids or offsets before anything is written (CUDA: nothing, kernels report)
-//   error()                        where kernels report, or null
-//   empty(sizes, type)             an output;  zeros(sizes, type)
-//   dense_gradient(sizes, type)    zeroed, unless the device's kernel writes the zeros itself
+//   check(bags)                    raises for bad ids or offsets before anything is written (CUDA: nothing, kernels
+//   report) error()                        where kernels report, or null empty(sizes, type)             an output;
+//   zeros(sizes, type) dense_gradient(sizes, type)    zeroed, unless the device's kernel writes the zeros itself
 //   scratch(bytes)                 memory that lives as long as the Backend
 //   bag_forward(problem), ...      launches
 #pragma once
@@ -43,8 +43,8 @@ struct Operators {
   static std::tuple<Tensor, Tensor> embedding_bag(Tensor weight, Tensor indices, OptionalTensor offsets,
                                                   OptionalTensor per_sample_weights, std::string mode,
                                                   int64_t padding_idx, bool include_last_offset,
-                                                  bool /*scale_grad_by_freq*/, bool /*sparse*/,
-                                                  ScalarType output_dtype, std::string table) {
+                                                  bool /*scale_grad_by_freq*/, bool /*sparse*/, ScalarType output_dtype,
+                                                  std::string table) {
     const std::string op = "embedding_bag";
     require_table(op, weight);
     Backend backend(op, weight, table);
@@ -104,8 +104,10 @@ struct Operators {
     Backend backend(op, grad_output, "");
     const BagTensors tensors(op, indices, offsets, num_embeddings, padding_idx, include_last_offset);
     const int64_t n = tensors.bags.num_indices;
-    require(grad_dtype == ScalarType::Float || grad_dtype == ScalarType::Double, op, "grad_dtype must be float32 or float64");
-    require(grad_output.dim() == 2 && grad_output.size(0) == tensors.bags.num_bags, op, "grad_output must have one row per bag");
+    require(grad_dtype == ScalarType::Float || grad_dtype == ScalarType::Double, op,
+            "grad_dtype must be float32 or float64");
+    require(grad_output.dim() == 2 && grad_output.size(0) == tensors.bags.num_bags, op,
+            "grad_output must have one row per bag");
     require(!dense || out_rows == num_embeddings, op, "a dense gradient has num_embeddings rows");
     const bool wide = grad_dtype == ScalarType::Double;
     const bool is_wide = grad_output.scalar_type() == ScalarType::Double;
@@ -141,15 +143,16 @@ struct Operators {
   }
 
   static Tensor embedding_bag_per_sample_weights_backward(Tensor grad_output, Tensor weight, Tensor indices,
-                                                          OptionalTensor offsets, std::string mode,
-                                                          int64_t padding_idx, bool include_last_offset) {
+                                                          OptionalTensor offsets, std::string mode, int64_t padding_idx,
+                                                          bool include_last_offset) {
     const std::string op = "embedding_bag_per_sample_weights_backward";
     require_table(op, weight);
     Backend backend(op, weight, "");
     const BagTensors tensors(op, indices, offsets, weight.size(0), padding_idx, include_last_offset);
     backend.check(tensors.bags);
-    require(grad_output.dim() == 2 && grad_output.size(0) == tensors.bags.num_bags && grad_output.size(1) == weight.size(1),
-            op, "grad_output must have one row per bag and weight's columns");
+    require(
+        grad_output.dim() == 2 && grad_output.size(0) == tensors.bags.num_bags && grad_output.size(1) == weight.size(1),
+        op, "grad_output must have one row per bag and weight's columns");
     const Tensor table_rows = with_whole_rows(weight);
     PerSampleBackward problem{};
     problem.bags = tensors.bags;
