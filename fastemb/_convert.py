@@ -221,7 +221,8 @@ def _obstacle(module: nn.Module) -> str | None:
     if weight is None:
         return "has no parameter named weight: it is computed, not stored"
     if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
-        return f"has a weight of type {type(weight.data).__name__}, not a plain tensor"
+        kind = type(weight.data) if type(weight) is nn.Parameter else type(weight)
+        return f"has a weight of type {kind.__name__}, not a plain tensor"
     if weight.dtype not in TABLE_DTYPES or weight.layout != torch.strided:
         return f"has a weight of {short(weight.dtype)}, {weight.layout}"
     return None

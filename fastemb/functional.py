@@ -55,6 +55,8 @@ def embedding(
     Returns:
         ``(*input.shape, embedding_dim)``. Gradients reach ``weight`` in FP32 (FP64 for a float64
         table); autograd rounds them to ``weight.dtype`` unless ``weight.grad_dtype`` says float32.
+        Within a `torch.compile` graph they are always rounded so: AOTAutograd does not know
+        ``grad_dtype``. Sparse gradients stay outside the graph and keep FP32.
 
     Raises:
         TypeError: a dtype outside those above.

@@ -350,6 +350,24 @@ def test_parametrized() -> None:
         fastemb.convert(model)
 
 
+def test_a_weight_that_a_hook_computes() -> None:
+    model = nn.Sequential(nn.Embedding(3, 2), nn.Embedding(3, 2))
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        nn.utils.weight_norm(model[1])
+    refused(model, "convert: 1 has no parameter named weight")
+    fastemb.convert(model, skip="1")
+    assert type(model[0]) is fnn.Embedding
+
+
+def test_a_weight_of_another_kind() -> None:
+    class Special(nn.Parameter):
+        pass
+
+    model = nn.Sequential(nn.Embedding(3, 2))
+    model[0].weight = Special(torch.ones(3, 2))
+    refused(model, "convert: 0 has a weight of type Special, not a plain tensor")
+
+
 def test_quantized() -> None:
     from torch.ao.nn.quantized import EmbeddingBag
 
@@ -410,6 +428,16 @@ def test_revert_of_tables_that_were_ours_from_the_start() -> None:
     assert half[0].weight.grad_dtype == torch.float16
 
 
+def test_revert_refuses_tables_that_disagree() -> None:
+    """They came to share a weight after they were converted from different dtypes."""
+    model = nn.ModuleDict({"a": nn.Embedding(3, 2), "b": nn.Embedding(3, 2).double()})
+    fastemb.convert(model, dtype=torch.float16)
+    model["b"].weight = model["a"].weight
+    with pytest.raises(ValueError, match="a and b share a weight but were float32 and float64"):
+        fastemb.revert(model)
+    assert type(model["a"]) is fnn.Embedding
+
+
 def test_revert_refuses_a_subclass() -> None:
     class Mine(fnn.Embedding):
         pass
@@ -436,6 +464,7 @@ def test_report() -> None:
         "b      EmbeddingBag  float32             24 B                skipped",
         "total                                    8.0 KiB -> 4.0 KiB",
     ]
+    assert repr(report) == str(report)
     assert str(fastemb.convert(nn.Linear(2, 2))) == "no embedding tables"
 
 

@@ -276,6 +276,15 @@ def test_bag_arguments(kind: type[Exception], text: str, arguments: dict[str, An
     fails(kind, f"embedding_bag: {text}", F.embedding_bag, **given)
 
 
+def test_more_ids_than_positions_can_be_counted() -> None:
+    ids = torch.zeros(1, dtype=torch.int64).expand(2**31)  # takes no memory
+    text = "input must hold at most 2147483647 ids, got 2147483648"
+    with pytest.raises(ValueError, match=text):
+        F.embedding(ids, table())
+    with pytest.raises(ValueError, match=text):
+        F.embedding_bag(ids, table(), OFFSETS)
+
+
 # ---- modules -------------------------------------------------------------------------------------
 
 

@@ -201,7 +201,8 @@ def test_same_bits_again_and_for_any_number_of_threads(backend: Backend, case: C
     before = torch.get_num_threads()
     try:
         first = everything()
-        for threads in (1, 2, 3):
+        # Threads matter to the CPU library only; elsewhere it is the repetition that counts.
+        for threads in (1, 2, 3) if backend.name == "cpu" else (before,):
             torch.set_num_threads(threads)
             for got, want in zip(everything(), first, strict=True):
                 assert_same_bits(got, want)
@@ -213,7 +214,12 @@ def test_same_bits_again_and_for_any_number_of_threads(backend: Backend, case: C
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-@pytest.mark.parametrize("dim", [1, 3, 4, 7, 31, 32, 127, 129, 1000, 1536, 2047, 4096])
+@pytest.mark.parametrize(
+    "dim",
+    [1, 33, 4096]
+    if interpreting_triton()
+    else [1, 3, 4, 7, 31, 32, 127, 129, 1000, 1536, 2047, 4096],
+)
 def test_dims(backend: Backend, dim: int, mode: str) -> None:
     generator = torch.Generator().manual_seed(dim)
     for dtype in DTYPES:
@@ -223,7 +229,9 @@ def test_dims(backend: Backend, dim: int, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
-@pytest.mark.parametrize("length", [255, 256, 257, 511, 513, 2000])
+@pytest.mark.parametrize(
+    "length", [257] if interpreting_triton() else [255, 256, 257, 511, 513, 2000]
+)
 def test_long_bags_and_long_segments(backend: Backend, length: int, mode: str) -> None:
     """Sums of more than one chunk, over a bag and over the occurrences of a row."""
     generator = torch.Generator().manual_seed(length)
