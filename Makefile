@@ -22,7 +22,7 @@ lint: $(STAMP)-test install
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
 	$(BIN)/mypy
 
-unit: $(STAMP)-test install
+unit: $(STAMP)-test $(STAMP)-demo install
 	$(BIN)/python -m fastemb
 	$(BIN)/python -m pytest --cov --cov-report=term
 

@@ -69,7 +69,7 @@ def copy_bandwidth(threads: int, megabytes: int = 256) -> float:
         def copy() -> None:
             list(pool.map(lambda pair: np.copyto(*pair), pieces))
 
-        times = paired({"copy": copy})["copy"]
+        times = paired({"copy": copy}, seconds=0.1)["copy"]
     return 2 * source.nbytes / min(times) / 1e6
 
 
@@ -77,7 +77,7 @@ def read_bandwidth(threads: int, megabytes: int = 256) -> float:
     """GB/s of a streaming read (sum) on huge pages."""
     source = torch.from_numpy(huge_page_array(megabytes))
     with use_threads(threads):
-        times = paired({"read": source.sum})["read"]
+        times = paired({"read": source.sum}, seconds=0.1)["read"]
     return source.nbytes / min(times) / 1e6
 
 

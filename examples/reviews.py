@@ -273,7 +273,7 @@ def main() -> None:
     train(runs, reviews, args.epochs, args.batch, args.seed)
     print(f"\n{report(runs)}\n")
     draw(runs, LOG2_EDGES, args.out)
-    kernels = fastemb._native.report()["operators"]["embedding_bag"]["cpu"]
+    kernels = fastemb.report()["operators"]["embedding_bag"]["cpu"]
     print(
         f"Figure: {args.out}\n"
         f"{time.perf_counter() - start:.0f} s on {torch.get_num_threads()} threads, "

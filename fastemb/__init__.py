@@ -10,6 +10,7 @@ from importlib.metadata import version as _version
 
 from fastemb import _native, _ops
 from fastemb._library import IncompatibleLibraryError, NotBuiltError
+from fastemb._native import report
 
 # Before anything that calls an operator is imported.
 _native.load(_ops.SCHEMAS)
@@ -29,5 +30,6 @@ __all__ = [
     "empty_cache",
     "functional",
     "nn",
+    "report",
     "revert",
 ]

@@ -13,7 +13,8 @@ def render(report: dict[str, Any]) -> str:
     lines = [f"{name:<10} {value or '-'}" for name, value in report["versions"].items()]
     lines += [f"{'GPU':<10} {name}" for name in report["gpus"] or ["none visible"]]
     isa = report["cpu_isa"]
-    levels = f"{', '.join(isa['available'])}; active: {isa['active']}" if isa["active"] else "-"
+    active = isa["active"] if isa["active"] in isa["available"] else "none"
+    levels = f"{', '.join(isa['available'])}; active: {active}" if isa["active"] else "-"
     lines.append(f"{'CPU levels':<10} {levels}")
     lines.append(f"{'forced':<10} {report['forced_backend'] or 'no (FASTEMB_BACKEND is not set)'}")
 
@@ -33,7 +34,7 @@ def render(report: dict[str, Any]) -> str:
     for op, served in report["operators"].items():
         lines.append(f"{op:<{width}}  {served['cpu']:<11}  {served['cuda']}")
     if report["error"]:
-        lines += ["", "ERROR: import fastemb fails", report["error"]]
+        lines += ["", f"ERROR: {report['error']}"]
     return "\n".join(lines)
 
 

@@ -7,12 +7,13 @@ checked before the first change, so a refused model is as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from fastemb._convert_report import ConvertedTable, Report, display, short
@@ -39,6 +40,8 @@ _CONSTRUCTION_ONLY = {
     "extra_repr",
     "from_pretrained",
 }
+# What Python itself puts into a class.
+_BOOKKEEPING = {"_abc_impl", "__annotate__", "__annotate_func__"}
 
 
 def convert(
@@ -71,9 +74,10 @@ def convert(
 
     Raises:
         ValueError: a module that cannot be converted, by name, with the reason: a subclass with
-            methods of its own, a parametrized or quantized one, or a change of dtype of a weight
-            that another, unconverted module uses. Also a name in ``skip`` that is not in the model.
-        TypeError: a dtype outside those above.
+            methods or attributes of its own, a ``forward`` set on the module, a parametrized or
+            quantized one, or a change of dtype of a weight that another, unconverted module uses.
+            Also a name in ``skip`` that is not in the model.
+        TypeError: a dtype outside those above, or an argument of the wrong type.
         In both cases the model is unchanged.
     """
     if dtype is not None:
@@ -83,6 +87,8 @@ def convert(
             "convert: output_dtype must be float16, bfloat16, float32 or float64, "
             f"got {output_dtype}"
         )
+    if sparse is not None and not isinstance(sparse, bool):
+        raise TypeError(f"convert: sparse must be True, False or None, got {sparse!r}")
     chosen, skipped = _select("convert", model, skip)
     for name, module in chosen.items():
         reason = _obstacle(module)
@@ -97,6 +103,8 @@ def convert(
     rows = []
     for name, module in _tables(model):
         if name in skipped:
+            if getattr(module, "weight", None) is None:
+                continue  # nothing to report, as for a quantized one
             rows.append(_row(name, module, module.weight.dtype, "skipped", shares))
             continue
         before = module.weight.dtype if shares[name] is None else _old(rows, shares[name])
@@ -119,12 +127,19 @@ def revert(model: nn.Module, *, skip: Skip = ()) -> Report:
         skip: what to leave alone, as in `convert`.
 
     Raises:
-        ValueError: a subclass of a `fastemb.nn` module, by name, or a change of dtype of a weight
-            that another, unreverted module uses; the model is unchanged.
+        ValueError: a subclass of a `fastemb.nn` module or one without its weight, by name, or a
+            change of dtype of a weight that another, unreverted module uses.
+        TypeError: an argument of the wrong type.
+        In both cases the model is unchanged.
     """
     chosen, skipped = _select("revert", model, skip)
     ours = {name: module for name, module in chosen.items() if isinstance(module, Table)}
     for name, module in ours.items():
+        if module._parameters.get("weight") is None:
+            raise ValueError(
+                f"revert: {display(name)} has no parameter named weight; "
+                f"skip={[name]!r} leaves it alone"
+            )
         if type(module) not in _OURS.values():
             raise ValueError(
                 f"revert: {display(name)} is a {type(module).__name__}, a class of its own; "
@@ -139,6 +154,8 @@ def revert(model: nn.Module, *, skip: Skip = ()) -> Report:
     rows = []
     for name, module in _tables(model):
         if name in skipped or name not in ours:
+            if getattr(module, "weight", None) is None:
+                continue
             action = "skipped" if name in skipped else "unchanged"
             rows.append(_row(name, module, module.weight.dtype, action, shares))
             continue
@@ -185,6 +202,10 @@ def _is_quantized(module: nn.Module) -> bool:
 
 def _select(op: str, model: nn.Module, skip: Skip) -> tuple[dict[str, Any], set[str]]:
     """Embeddings by name, without those to skip, and the names of these."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{op}: model must be a torch.nn.Module, got {type(model).__name__}")
+    if not callable(skip) and not isinstance(skip, Iterable):
+        raise TypeError(f"{op}: skip must be names of modules or a function, got {skip!r}")
     if isinstance(skip, str):
         skip = [skip]
     if callable(skip):
@@ -211,7 +232,9 @@ def _obstacle(module: nn.Module) -> str | None:
     if parametrize.is_parametrized(module):
         return "is parametrized (torch.nn.utils.parametrize): its weight is computed, not stored"
     base = _base(module)
-    own = () if isinstance(module, Table) else _own_methods(type(module), base)
+    own = [] if isinstance(module, Table) else _own_attributes(module, base)
+    if "forward" in own and "forward" in vars(module):
+        return "has a forward set on the module itself, which the conversion would not replace"
     if own:
         return (
             f"is a {type(module).__name__}, a subclass of nn.{base.__name__} with its own "
@@ -232,13 +255,22 @@ def _base(module: nn.Module) -> type[nn.Module]:
     return nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag
 
 
-def _own_methods(kind: type, base: type) -> list[str]:
-    """Methods and properties that a subclass adds to ``base``, beyond those of construction."""
-    found = set()
-    for ancestor in kind.__mro__[: kind.__mro__.index(base)]:
+def _own_attributes(module: nn.Module, base: type) -> list[str]:
+    """What a module would lose with its class, beyond what serves its construction.
+
+    A class attribute that the module overrides stays with the module. A ``forward`` that is set on
+    the module counts, for it would be called in place of ours.
+    """
+    found = {"forward"} & vars(module).keys()
+    for ancestor in type(module).__mro__:
+        if ancestor in base.__mro__ or ancestor.__module__ in ("abc", "typing"):
+            continue
         for name, value in vars(ancestor).items():
             is_code = callable(value) or isinstance(value, (property, classmethod, staticmethod))
-            if is_code and name not in _CONSTRUCTION_ONLY and not isinstance(value, type):
+            if name in _CONSTRUCTION_ONLY or name in _BOOKKEEPING:
+                continue
+            is_dunder = name.startswith("__") and name.endswith("__")
+            if is_code or not (is_dunder or name in vars(module)):
                 found.add(name)
     # what matters most, first
     return sorted(found, key=lambda name: (name != "forward", name))
@@ -271,6 +303,8 @@ def _refuse_outside_users(
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
+    if is_lazy(a) or is_lazy(b):  # no memory yet
+        return False
     try:
         address = a.untyped_storage().data_ptr()
         return address != 0 and address == b.untyped_storage().data_ptr()

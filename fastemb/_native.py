@@ -52,7 +52,7 @@ class _State:
         # keeps registrations of Python kernels alive
         self.registrations: list[torch.library.Library] = []
         # a failed import that `python -m fastemb` is about to report
-        self.error: ImportError | None = None
+        self.error: ImportError | ValueError | None = None
 
 
 _state: _State | None = None
@@ -76,7 +76,7 @@ def load(operators: Iterable[str]) -> None:
     state.operators = tuple(operators)
     try:
         _load(state)
-    except ImportError as error:
+    except (ImportError, ValueError) as error:
         if not _is_report():
             raise
         state.error = error
@@ -90,11 +90,10 @@ def _is_report() -> bool:
 
 
 def _load(state: _State) -> None:
-    forced = os.environ.get("FASTEMB_BACKEND") or None
+    forced = state.forced = os.environ.get("FASTEMB_BACKEND") or None
     if forced is not None and forced not in BACKENDS:
         choices = ", ".join(BACKENDS)
         raise ValueError(f"FASTEMB_BACKEND must be one of {choices}, got {forced!r}")
-    state.forced = forced
     interpret = forced == "triton" and _interpreting()
 
     # A backend is loaded when nothing else was asked for; with FASTEMB_BACKEND=cuda or triton the
@@ -253,7 +252,8 @@ def cpu_function(name: str) -> Any | None:
 def cpu_isa() -> dict[str, Any]:
     """Instruction-set levels of the CPU kernels: ``available`` on this machine, and ``active``.
 
-    Both are empty (None) when the CPU library is not loaded.
+    Both are empty (None) when the CPU library is not loaded. When ``FASTEMB_CPU_ISA`` names none
+    of them, ``active`` is the error that every CPU operator raises.
     """
 
     def call(name: str) -> str | None:
@@ -271,7 +271,12 @@ def cpu_isa() -> dict[str, Any]:
 
 
 def report() -> dict[str, Any]:
-    """Versions, libraries and the backend of every operator; what ``python -m fastemb`` prints."""
+    """Versions, libraries and the backend of every operator; what ``python -m fastemb`` prints.
+
+    Returns:
+        ``versions``, ``gpus``, ``forced_backend``, ``cpu_isa``, ``libraries``, ``build``,
+        ``operators`` (operator -> device type -> backend) and ``error`` (None, or what is wrong).
+    """
     state = _loaded()
 
     def serving(device: str, op: str) -> str:
@@ -287,6 +292,12 @@ def report() -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             return None
 
+    isa = cpu_isa()
+    error = None
+    if state.error is not None:
+        error = f"import fastemb fails\n{state.error}"
+    elif isa["active"] is not None and isa["active"] not in isa["available"]:
+        error = f"every operator on CPU tensors fails\n{isa['active']}"
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     return {
         "versions": {
@@ -299,13 +310,13 @@ def report() -> dict[str, Any]:
         },
         "gpus": [torch.cuda.get_device_name(index) for index in gpus],
         "forced_backend": state.forced,
-        "cpu_isa": cpu_isa(),
+        "cpu_isa": isa,
         "libraries": dict(state.status),
         "build": _library.build_info(),
         "operators": {
             op: {device: serving(device, op) for device in state.serves} for op in state.operators
         },
-        "error": None if state.error is None else str(state.error),
+        "error": error,
     }
 
 

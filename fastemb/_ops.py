@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastemb import _reference
 
@@ -248,8 +249,13 @@ def _weight_gradient(
     order, rows, segments, num_rows = _ops.group_indices(
         indices, offsets, num_embeddings, padding_idx, include_last_offset
     )
-    # The number of distinct rows is data: reading it is the one host sync of a sparse gradient.
-    out_rows = int(num_rows.item()) if sparse else num_embeddings
+    if not sparse:
+        out_rows = num_embeddings
+    elif num_rows.is_meta:
+        out_rows = min(indices.numel(), num_embeddings)  # what it is at most
+    else:
+        # The number of distinct rows is data: reading it is the one host sync here.
+        out_rows = int(num_rows.item())
     values = _ops.embedding_bag_backward(
         grad_output,
         indices,
@@ -290,7 +296,14 @@ def _keep_coalesced(leaf: weakref.ref[Tensor], gradient: Tensor) -> None:
     ``coalesce()``, which takes longer than the backward). Only a gradient that still is this one,
     not a sum of several, is marked.
     """
-    values_at, count = gradient._values().data_ptr(), gradient._nnz()
+
+    def identity(tensor: Tensor) -> tuple[object, ...]:
+        # A weak reference keeps no memory, yet while it lives no other storage compares equal:
+        # an address would, once the gradient is freed and its memory in use again.
+        parts = (tensor._indices(), tensor._values())
+        return tuple((StorageWeakRef(x.untyped_storage()), x.data_ptr(), x.shape) for x in parts)
+
+    ours = identity(gradient)
 
     def mark() -> None:
         weight = leaf()
@@ -298,8 +311,7 @@ def _keep_coalesced(leaf: weakref.ref[Tensor], gradient: Tensor) -> None:
         if (
             stored is not None
             and stored.layout == torch.sparse_coo
-            and stored._nnz() == count
-            and stored._values().data_ptr() == values_at
+            and identity(stored) == ours
         ):
             stored._coalesced_(True)
 

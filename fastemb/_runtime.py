@@ -35,7 +35,7 @@ def check_errors(device: torch.device | str | int | None = None) -> None:
 
 
 def empty_cache() -> int:
-    """Give recycled CPU buffers (gradients, scratch; at most 1 GiB) back to the system.
+    """Give recycled CPU buffers (gradients, scratch; 1 GiB, or one larger buffer) back to the system.
 
     Returns:
         How many bytes were given back.

@@ -11,7 +11,9 @@ import warnings
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 from torch._compile import _disable_dynamo
+from torch.autograd import forward_ad
 
 from fastemb import (
     _ops,  # noqa: F401  (defines torch.ops.fastemb)
@@ -62,9 +64,11 @@ def embedding(
         TypeError: a dtype outside those above.
         ValueError: a shape, device or option that does not fit.
         IndexError: an id outside ``[0, num_embeddings)``.
+        NotImplementedError: forward-mode AD, or `torch.func.grad` and its kin.
     """
     op = "embedding"
     check_weight(op, weight)
+    _check_transforms(op, weight)
     _check_input(op, input, weight)
     pad = resolve_padding(op, padding_idx, weight.shape[0])
     dtype = _resolve_output_dtype(op, output_dtype, weight)
@@ -115,6 +119,7 @@ def embedding_bag(
     Raises:
         TypeError, ValueError, IndexError: as in `embedding`; ValueError also for offsets that do
         not ascend from 0 or pass the end of ``input``.
+        NotImplementedError: as in `embedding`.
     """
     op = "embedding_bag"
     check_weight(op, weight)
@@ -123,6 +128,7 @@ def embedding_bag(
     check_mode(op, mode, scale_grad_by_freq)
     if per_sample_weights is not None:
         _check_per_sample_weights(op, per_sample_weights, input, mode)
+    _check_transforms(op, weight, per_sample_weights)
     pad = resolve_padding(op, padding_idx, weight.shape[0])
     dtype = _resolve_output_dtype(op, output_dtype, weight)
     if max_norm is not None:
@@ -174,6 +180,41 @@ def check_weight(op: str, weight: Tensor) -> None:
         )
     if weight.dim() != 2:
         raise ValueError(f"{op}: weight must be 2-D, got {_got(weight)}")
+
+
+def _check_transforms(op: str, weight: Tensor, per_sample_weights: Tensor | None = None) -> None:
+    """Refuse derivatives that the operators lack: without this, a tangent would become zero."""
+    if torch.compiler.is_compiling() or (
+        forward_ad._current_level < 0 and _functorch.peek_interpreter_stack() is None
+    ):
+        return
+    # Only the innermost transform shows its tangents; what an outer jvp has wrapped may have one.
+    outer_jvps = {
+        transform.level()
+        for transform in (_functorch.get_interpreter_stack() or [])[:-1]
+        if transform.key() == _functorch.TransformType.Jvp
+    }
+    for name, tensor in (("weight", weight), ("per_sample_weights", per_sample_weights)):
+        if tensor is None:
+            continue
+        forward = forward_ad.unpack_dual(tensor).tangent is not None
+        reverse = False
+        while _functorch.is_functorch_wrapped_tensor(tensor):  # once for each transform
+            if _functorch.is_gradtrackingtensor(tensor):
+                forward = forward or _functorch.maybe_get_level(tensor) in outer_jvps
+                reverse = reverse or tensor.requires_grad
+            tensor = _functorch.get_unwrapped(tensor)
+        if forward:
+            raise NotImplementedError(
+                f"{op}: {name} has a tangent, but forward-mode AD (torch.func.jvp, jacfwd, "
+                "make_dual) is not supported; torch.autograd.functional.jvp works, in reverse mode"
+            )
+        if reverse:
+            raise NotImplementedError(
+                f"{op}: {name} is differentiated by torch.func (grad, vjp, jacrev), which is not "
+                "supported; use torch.autograd.grad, with torch.func.functional_call for other "
+                "parameters"
+            )
 
 
 def check_mode(op: str, mode: str, scale_grad_by_freq: bool) -> None:
@@ -246,6 +287,8 @@ def resolve_padding(op: str, padding_idx: int | None, num_embeddings: int) -> in
     """Non-negative padding row, -1 for none."""
     if padding_idx is None:
         return -1
+    if num_embeddings == 0:
+        raise ValueError(f"{op}: padding_idx must be None for a table of no rows, got {padding_idx}")
     if not -num_embeddings <= padding_idx < num_embeddings:
         raise ValueError(
             f"{op}: padding_idx must be within [-{num_embeddings}, {num_embeddings}), "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -236,3 +237,161 @@ def test_gradients_of_samples_have_their_dtype(dtype: torch.dtype, mode: str) ->
     bag(torch.tensor([[0, 1]]), per_sample_weights=weights).sum().backward()
     assert weights.grad.dtype == dtype
     assert (weights.grad * (2 if mode == "mean" else 1)).tolist() == [[3, 8]]
+
+
+# ---- what autograd stores -----------------------------------------------------------------------
+
+
+def test_sparse_gradients_are_stored_coalesced() -> None:
+    weight = torch.nn.Parameter(table().detach())
+    got: list[Tensor] = []
+    weight.register_hook(got.append)
+    F.embedding(IDS, weight, sparse=True).sum().backward()
+    assert weight.grad.is_coalesced()
+    # Ours, not a copy.
+    assert weight.grad._values().data_ptr() == got[0]._values().data_ptr()
+    F.embedding(IDS, weight, sparse=True).sum().backward()
+    assert not weight.grad.is_coalesced()  # a sum
+
+
+@pytest.mark.parametrize("change", ["rows", "values", "both"])
+def test_another_gradient_is_not_marked_coalesced(change: str) -> None:
+    """A hook may put something else in place of the gradient, even in memory that ours had."""
+    weight = torch.nn.Parameter(table().detach())
+
+    def other(grad: Tensor) -> Tensor:
+        rows, values = grad._indices(), grad._values()
+        rows = rows.flip(1) if change != "values" else rows
+        values = values * 2 if change != "rows" else values
+        return torch.sparse_coo_tensor(rows, values, grad.shape)
+
+    weight.register_hook(other)
+    F.embedding(IDS, weight, sparse=True).sum().backward()
+    assert not weight.grad.is_coalesced()
+    assert weight.grad._nnz() == 4
+
+
+def test_freed_gradients_do_not_lend_their_address() -> None:
+    from fastemb._ops import _keep_coalesced
+
+    weight = torch.nn.Parameter(torch.zeros(4, 2))
+    rows, values = torch.arange(3).reshape(1, 3), torch.ones(3, 2)
+    buffers = [bytearray(x.nbytes) for x in (rows, values)]
+
+    def gradient() -> Tensor:  # always at the same address
+        parts = [
+            torch.frombuffer(buffer, dtype=x.dtype).reshape(x.shape)
+            for buffer, x in zip(buffers, (rows, values), strict=True)
+        ]
+        for part, x in zip(parts, (rows, values), strict=True):
+            part.copy_(x)
+        return torch.sparse_coo_tensor(*parts, weight.shape, check_invariants=False)
+
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, weight: Tensor) -> Tensor:
+            return weight.sum()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            _keep_coalesced(weakref.ref(weight), gradient())  # freed at once
+            return gradient()
+
+    Backward.apply(weight).backward()
+    assert weight.grad._values().data_ptr() == gradient()._values().data_ptr()
+    assert not weight.grad.is_coalesced()
+
+
+def test_sparse_gradients_on_meta() -> None:
+    """The number of rows is unknown there: it is what it is at most."""
+    for kind in (fnn.Embedding, fnn.EmbeddingBag):
+        module = kind(50, 2, sparse=True, device="meta")
+        module(torch.empty(2, 3, dtype=torch.int64, device="meta")).sum().backward()
+        grad = module.weight.grad
+        assert (grad.is_meta, grad.layout, grad.shape) == (True, torch.sparse_coo, (50, 2))
+        assert grad._values().shape == (6, 2)
+
+
+# ---- other kinds of differentiation --------------------------------------------------------------
+
+
+def _lookups() -> list[tuple[str, str, Any, Tensor]]:
+    """Function, argument that is differentiated, lookup by it, its value."""
+    row = torch.ones(1, 5)
+    return [
+        ("embedding", "weight", lambda x: F.embedding(IDS, x), torch.ones(4, 3)),
+        ("embedding_bag", "weight", lambda x: F.embedding_bag(IDS, x, OFFSETS), torch.ones(4, 3)),
+        (
+            "embedding_bag",
+            "per_sample_weights",
+            lambda x: F.embedding_bag(IDS[None], torch.ones(4, 3), per_sample_weights=x),
+            row,
+        ),
+    ]
+
+
+def test_forward_mode_is_refused() -> None:
+    """Else its tangents would be zero."""
+    for op, argument, lookup, value in _lookups():
+
+        def dual(x: Tensor, lookup: Any = lookup) -> Tensor:
+            with torch.autograd.forward_ad.dual_level():
+                return lookup(torch.autograd.forward_ad.make_dual(x, x))
+
+        def around_grad(x: Tensor, lookup: Any = lookup) -> Tensor:
+            return torch.func.grad(lambda y: (lookup(x) * y).sum())(torch.ones(3))
+
+        def around_jvp(x: Tensor, lookup: Any = lookup) -> Tensor:
+            y = torch.ones(3)
+            return torch.func.jvp(lambda y: lookup(x) * y, (y,), (y,))[1]
+
+        for call in (
+            lambda: dual(value),
+            lambda: dual(value.clone().requires_grad_()),
+            lambda: torch.func.jvp(lookup, (value,), (value,)),
+            lambda: torch.func.jacfwd(lookup)(value),
+            lambda: torch.func.jvp(around_grad, (value,), (value,)),
+            lambda: torch.func.jvp(around_jvp, (value,), (value,)),
+        ):
+            with pytest.raises(
+                NotImplementedError, match=rf"^{op}: {argument} has a tangent, .* forward-mode"
+            ):
+                call()
+        output, tangent = torch.autograd.functional.jvp(lookup, value, value)
+        torch.testing.assert_close(tangent, output)  # linear
+
+
+def test_functional_gradients_are_refused() -> None:
+    for op, argument, lookup, value in _lookups():
+
+        def total(x: Tensor, lookup: Any = lookup) -> Tensor:
+            return lookup(x).sum()
+
+        def vmapped(x: Tensor, lookup: Any = lookup) -> Tensor:
+            return torch.vmap(lambda y: lookup(x) * y)(torch.ones(2)).sum()
+
+        for call in (
+            lambda: torch.func.grad(total)(value),
+            lambda: torch.func.vjp(lookup, value),
+            lambda: torch.func.jacrev(lookup)(value),
+            lambda: torch.func.grad(vmapped)(value),
+            lambda: torch.vmap(torch.func.grad(total))(torch.stack([value, value])),
+        ):
+            with pytest.raises(
+                NotImplementedError, match=rf"^{op}: {argument} is differentiated by torch.func"
+            ):
+                call()
+
+
+def test_transforms_of_something_else() -> None:
+    """A lookup is a constant to them."""
+    weight, ids, x = table(torch.float32).detach(), IDS[:4].reshape(2, 2), torch.ones(3)
+    expected = F.embedding_bag(ids, weight)
+    each = torch.vmap(lambda row: F.embedding_bag(row[None], weight)[0])(ids)
+    assert torch.equal(each, expected)
+    both = torch.vmap(F.embedding_bag, (None, 0))(ids, torch.stack([weight, weight * 2]))
+    torch.testing.assert_close(both, torch.stack([expected, expected * 2]))
+    got = torch.func.grad(lambda x: (F.embedding_bag(ids, weight) * x).sum())(x)
+    torch.testing.assert_close(got, expected.sum(0))
+    _, got = torch.func.jvp(lambda x: F.embedding_bag(ids, weight) * x, (x,), (x,))
+    assert torch.equal(got, expected)

@@ -305,11 +305,26 @@ def test_constructors(kind: type) -> None:
         kind(*range(1, 14))
 
 
+@pytest.mark.parametrize("kind", [fnn.Embedding, fnn.EmbeddingBag])
+def test_sparse_is_a_bool(kind: type) -> None:
+    with pytest.raises(TypeError, match=f"{kind.__name__}: sparse must be a bool, got 'fused'"):
+        kind(5, 2, sparse="fused")
+    kind(5, 2, sparse=1)(torch.tensor([[1]])).sum().backward()
+
+
+@pytest.mark.parametrize("kind", [fnn.Embedding, fnn.EmbeddingBag])
+def test_a_table_of_no_rows_has_no_padding(kind: type) -> None:
+    with pytest.raises(ValueError, match="padding_idx must be None for a table of no rows, got 0"):
+        kind(0, 2, padding_idx=0)
+
+
 def test_bag_constructor() -> None:
     with pytest.raises(ValueError, match=r"EmbeddingBag: mode must be .* got 'prod'"):
         fnn.EmbeddingBag(5, 2, mode="prod")
-    with pytest.raises(ValueError, match="EmbeddingBag: scale_grad_by_freq must be False"):
-        fnn.EmbeddingBag(5, 2, mode="max", scale_grad_by_freq=True)
+    for kind in (torch.nn.EmbeddingBag, fnn.EmbeddingBag):
+        bag = kind(5, 2, mode="max", scale_grad_by_freq=True)  # torch sees it when used
+        with pytest.raises(ValueError, match=r"scal.*freq"):
+            bag(torch.tensor([[0]]))
 
 
 def test_modules_name_their_table() -> None:

@@ -337,9 +337,11 @@ def test_symbolic_trace(kind: type) -> None:
     assert torch.equal(traced(IDS), net(IDS))
     traced(IDS).sum().backward()
     assert net[0].weight.grad.dtype == torch.float32
-    # The saved code finds its function again.
+    # The saved code finds its function again, and the types of its arguments.
     again = pickle.loads(pickle.dumps(traced))
     assert torch.equal(again(IDS), net(IDS))
+    alone = pickle.loads(pickle.dumps(torch.fx.symbolic_trace(net[0])))
+    assert torch.equal(alone(IDS), net[0](IDS))
 
 
 @both

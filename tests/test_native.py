@@ -91,10 +91,17 @@ def test_report_runs_where_the_import_fails(package: Path) -> None:
     assert re.search(r"(?m)^embedding_bag +reference ", done.stdout)
 
 
-def test_report_survives_an_unknown_instruction_set(package: Path) -> None:
-    done = run(package, "-m", "fastemb", FASTEMB_CPU_ISA="sse9")
-    assert done.returncode == 0, done.stderr
-    assert "FASTEMB_CPU_ISA=sse9" in done.stdout
+def test_report_survives_wrong_settings(package: Path) -> None:
+    for setting, value, fails in (
+        ("FASTEMB_BACKEND", "fast", "import fastemb"),
+        ("FASTEMB_CPU_ISA", "sse9", "every operator on CPU tensors"),
+    ):
+        done = run(package, "-m", "fastemb", **{setting: value})
+        assert done.returncode == 1
+        assert "Traceback" not in done.stderr
+        lines = done.stdout.splitlines()
+        assert lines[-2] == f"ERROR: {fails} fails"
+        assert re.match(rf"{setting} must be one of .* got '{value}'$", lines[-1])
 
 
 def test_active_instruction_set_can_be_forced(package: Path) -> None:

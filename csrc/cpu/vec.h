@@ -91,12 +91,39 @@ FE_FUNCTION void store(A* p, Vec<A> v) {
   memcpy(p, &v, sizeof(v));
 }
 
-// n < lanes elements, zeros behind them.
+// The first n < lanes elements, zeros behind them; nothing behind them is read.
 template <typename A, typename T>
 FE_FUNCTION Vec<A> load_part(const T* p, int64_t n) {
+#if defined(__AVX512F__)
+  const uint32_t mask = (1u << n) - 1;
+  if constexpr (__is_same(T, float)) {
+    return (Vec<A>)_mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), p);
+  } else if constexpr (__is_same(T, double)) {
+    return (Vec<A>)_mm512_maskz_loadu_pd(static_cast<__mmask8>(mask), p);
+  } else {
+    const __m256i halves = _mm256_maskz_loadu_epi16(static_cast<__mmask16>(mask), p);
+    if constexpr (__is_same(T, f16)) return (Vec<A>)_mm512_maskz_cvtph_ps(0xffff, halves);
+    return (Vec<A>)((Words)_mm512_maskz_cvtepu16_epi32(0xffff, halves) << 16);
+  }
+#else
   T buffer[kLanes<A>] = {};
   memcpy(buffer, p, static_cast<size_t>(n) * sizeof(T));
   return load(buffer);
+#endif
+}
+
+template <typename A>
+FE_FUNCTION void store_part(A* p, Vec<A> v, int64_t n) {
+#if defined(__AVX512F__)
+  const uint32_t mask = (1u << n) - 1;
+  if constexpr (__is_same(A, float)) {
+    _mm512_mask_storeu_ps(p, static_cast<__mmask16>(mask), (__m512)v);
+  } else {
+    _mm512_mask_storeu_pd(p, static_cast<__mmask8>(mask), (__m512d)v);
+  }
+#else
+  memcpy(p, &v, static_cast<size_t>(n) * sizeof(A));
+#endif
 }
 
 template <typename A>

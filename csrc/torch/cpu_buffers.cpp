@@ -2,7 +2,8 @@
 
 #include <cstddef>
 #include <cstdlib>
-#include <map>
+#include <iterator>
+#include <list>
 #include <mutex>
 #include <new>
 #include <unordered_map>
@@ -15,13 +16,19 @@ namespace fastemb {
 namespace {
 
 constexpr int64_t kHugePage = int64_t{2} << 20;
-constexpr int64_t kRecycledBytes = int64_t{1} << 20;
-constexpr int64_t kMostCached = int64_t{1} << 30;  // beyond it, freed buffers go back to the system
+constexpr int64_t kSmallPiece = int64_t{64} << 10;  // sizes below a huge page are multiples of it
+constexpr int64_t kRecycledBytes = int64_t{256} << 10;
+constexpr int64_t kMostCached = int64_t{1} << 30;  // beyond it the oldest go back to the system
+
+struct Buffer {
+  void* data;
+  int64_t size;
+};
 
 struct Pool {
   std::mutex mutex;
-  std::multimap<int64_t, void*> cached;      // by size
-  std::unordered_map<void*, int64_t> sizes;  // of every recyclable buffer in use
+  std::list<Buffer> cached;                        // the last released first
+  std::unordered_map<void*, int64_t> sizes;        // of every recyclable buffer in use
   int64_t cached_bytes = 0;
 };
 
@@ -41,23 +48,25 @@ void* allocate(int64_t bytes, int64_t alignment) {
 
 void* acquire_buffer(int64_t bytes) {
   if (bytes < kRecycledBytes) return allocate(bytes > 0 ? bytes : 1, 64);
-  const int64_t size = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+  const int64_t piece = bytes < kHugePage ? kSmallPiece : kHugePage;
+  const int64_t size = (bytes + piece - 1) / piece * piece;
   Pool& p = pool();
   {
     const std::lock_guard<std::mutex> lock(p.mutex);
     // A buffer up to an eighth larger is close enough: batches differ a little in their number of rows.
-    const auto found = p.cached.lower_bound(size);
-    if (found != p.cached.end() && found->first <= size + size / 8 + kHugePage) {
-      void* buffer = found->second;
-      p.sizes[buffer] = found->first;
-      p.cached_bytes -= found->first;
-      p.cached.erase(found);
-      return buffer;
+    for (auto it = p.cached.begin(); it != p.cached.end(); ++it) {
+      if (it->size < size || it->size > size + size / 8 + piece) continue;
+      const Buffer found = *it;
+      p.cached.erase(it);
+      p.cached_bytes -= found.size;
+      p.sizes[found.data] = found.size;
+      return found.data;
     }
   }
-  void* buffer = allocate(size, kHugePage);
+  void* buffer = allocate(size, piece);
 #if defined(MADV_HUGEPAGE)
-  (void)madvise(buffer, static_cast<size_t>(size), MADV_HUGEPAGE);  // advice: plain pages work too
+  // Advice: plain pages work too.
+  if (piece == kHugePage) (void)madvise(buffer, static_cast<size_t>(size), MADV_HUGEPAGE);
 #endif
   const std::lock_guard<std::mutex> lock(p.mutex);
   p.sizes[buffer] = size;
@@ -67,20 +76,24 @@ void* acquire_buffer(int64_t bytes) {
 void release_buffer(void* buffer) {
   if (buffer == nullptr) return;
   Pool& p = pool();
+  std::list<Buffer> surplus;
   {
     const std::lock_guard<std::mutex> lock(p.mutex);
     const auto found = p.sizes.find(buffer);
-    if (found != p.sizes.end()) {
-      const int64_t size = found->second;
+    if (found == p.sizes.end()) {
+      surplus.push_front({buffer, 0});
+    } else {
+      p.cached.push_front({buffer, found->second});
+      p.cached_bytes += found->second;
       p.sizes.erase(found);
-      if (p.cached_bytes + size <= kMostCached) {
-        p.cached.emplace(size, buffer);
-        p.cached_bytes += size;
-        return;
+      // The newest stays however large it is: the next step will ask for it again.
+      while (p.cached_bytes > kMostCached && p.cached.size() > 1) {
+        p.cached_bytes -= p.cached.back().size;
+        surplus.splice(surplus.end(), p.cached, std::prev(p.cached.end()));
       }
     }
   }
-  free(buffer);
+  for (const Buffer& each : surplus) free(each.data);
 }
 
 int64_t cached_buffer_bytes() {
@@ -92,7 +105,7 @@ int64_t cached_buffer_bytes() {
 void release_cached_buffers() {
   Pool& p = pool();
   const std::lock_guard<std::mutex> lock(p.mutex);
-  for (const auto& [size, buffer] : p.cached) free(buffer);
+  for (const Buffer& each : p.cached) free(each.data);
   p.cached.clear();
   p.cached_bytes = 0;
 }

@@ -24,14 +24,15 @@ def keep_full_gradients(weight: Tensor) -> None:
 
     torch rounds a gradient to the dtype of its parameter unless ``grad_dtype`` says otherwise, and
     loses that attribute in ``deepcopy``, pickle, ``to_empty`` and ``load_state_dict(assign=True)``.
-    A gradient that is there already is converted. Anything but a leaf parameter is left alone.
+    A gradient that is there already is converted, also where another module that has the same
+    parameter has changed it. Anything but a leaf parameter is left alone.
     """
     if not isinstance(weight, nn.Parameter) or not weight.is_leaf:
         return
     wanted = accumulation_dtype(weight.dtype)
-    if weight.grad_dtype == wanted:
-        return
     grad = weight.grad
+    if weight.grad_dtype == wanted and (grad is None or grad.dtype == wanted):
+        return
     weight.grad = None  # torch refuses to change grad_dtype under a gradient
     weight.grad_dtype = wanted
     if grad is not None:
@@ -49,6 +50,7 @@ class Table(nn.Module):
     # Class attributes, so that a module which `fastemb.convert` made from torch's has them too.
     output_dtype: torch.dtype | None = None
     table: str = ""
+    sparse: bool
 
     def _finish_init(self, output_dtype: torch.dtype | None, table: str) -> None:
         op = type(self).__name__
@@ -58,6 +60,8 @@ class Table(nn.Module):
                 f"{op}: output_dtype must be float16, bfloat16, float32 or float64, "
                 f"got {output_dtype}"
             )
+        if not isinstance(self.sparse, int):  # torch takes 0 and 1, too
+            raise TypeError(f"{op}: sparse must be a bool, got {self.sparse!r}")
         self.output_dtype = output_dtype
         self.table = table
         keep_full_gradients(self._parameter())

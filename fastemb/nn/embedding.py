@@ -1,6 +1,7 @@
 """`Embedding`: rows of a table by id."""
 
-from __future__ import annotations
+# No postponed annotations: torch.fx saves those of forward as what they are, and a string cannot
+# be imported again.
 
 import torch
 from torch import Tensor, nn
@@ -124,7 +125,7 @@ class Embedding(Table, nn.Embedding):
         *,
         output_dtype: torch.dtype | None = None,
         table: str = "",
-    ) -> Embedding:
+    ) -> "Embedding":
         """A module around the 2-D tensor ``embeddings``, which it shares memory with."""
         F.check_weight(cls.__name__, embeddings)
         rows, columns = embeddings.shape

@@ -1,6 +1,7 @@
 """`EmbeddingBag`: sums, means and maxima of bags of rows."""
 
-from __future__ import annotations
+# No postponed annotations: torch.fx saves those of forward as what they are, and a string cannot
+# be imported again.
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +94,7 @@ class EmbeddingBag(Table, nn.EmbeddingBag):
     ) -> None:
         name = type(self).__name__
         F.resolve_padding(name, padding_idx, num_embeddings)
-        F.check_mode(name, mode, scale_grad_by_freq)
+        F.check_mode(name, mode, False)  # with scale_grad_by_freq "max" fails when used, as in torch
         if dtype is not None:
             check_table_dtype(name, dtype)
         super().__init__(
@@ -150,7 +151,7 @@ class EmbeddingBag(Table, nn.EmbeddingBag):
         *,
         output_dtype: torch.dtype | None = None,
         table: str = "",
-    ) -> EmbeddingBag:
+    ) -> "EmbeddingBag":
         """A module around the 2-D tensor ``embeddings``, which it shares memory with."""
         F.check_weight(cls.__name__, embeddings)
         rows, columns = embeddings.shape
