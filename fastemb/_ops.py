@@ -308,11 +308,7 @@ def _keep_coalesced(leaf: weakref.ref[Tensor], gradient: Tensor) -> None:
     def mark() -> None:
         weight = leaf()
         stored = None if weight is None else weight.grad
-        if (
-            stored is not None
-            and stored.layout == torch.sparse_coo
-            and identity(stored) == ours
-        ):
+        if stored is not None and stored.layout == torch.sparse_coo and identity(stored) == ours:
             stored._coalesced_(True)
 
     torch.autograd.Variable._execution_engine.queue_callback(mark)

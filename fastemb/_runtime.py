@@ -35,7 +35,9 @@ def check_errors(device: torch.device | str | int | None = None) -> None:
 
 
 def empty_cache() -> int:
-    """Give recycled CPU buffers (gradients, scratch; 1 GiB, or one larger buffer) back to the system.
+    """Give recycled CPU buffers (gradients and scratch) back to the system.
+
+    At most 1 GiB is kept, or one buffer that is larger.
 
     Returns:
         How many bytes were given back.

@@ -288,7 +288,9 @@ def resolve_padding(op: str, padding_idx: int | None, num_embeddings: int) -> in
     if padding_idx is None:
         return -1
     if num_embeddings == 0:
-        raise ValueError(f"{op}: padding_idx must be None for a table of no rows, got {padding_idx}")
+        raise ValueError(
+            f"{op}: padding_idx must be None for a table of no rows, got {padding_idx}"
+        )
     if not -num_embeddings <= padding_idx < num_embeddings:
         raise ValueError(
             f"{op}: padding_idx must be within [-{num_embeddings}, {num_embeddings}), "

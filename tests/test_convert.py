@@ -316,6 +316,77 @@ def test_a_subclass_that_only_initialises() -> None:
     assert type(model[0]) is Initialised
 
 
+class Constant(nn.Embedding):
+    """Its documentation and annotations are no loss, nor is what the module has itself."""
+
+    remark: str
+    padding_idx = None
+
+
+class Offset(Constant):
+    SCALE = 5
+
+
+class Counted:
+    def count(self) -> int:
+        return 1
+
+
+class Mixed(nn.EmbeddingBag, Counted):
+    pass
+
+
+def test_class_attributes_of_its_own() -> None:
+    refused(nn.Sequential(Offset(3, 2)), "convert: 0 is a Offset, .* with its own SCALE")
+    refused(nn.Sequential(Mixed(3, 2)), "convert: 0 is a Mixed, .* with its own count")
+    model = nn.Sequential(Constant(3, 2))
+    fastemb.convert(model)
+    assert type(model[0]) is fnn.Embedding
+
+
+def test_a_forward_of_the_module_itself() -> None:
+    model = nn.Sequential(nn.Embedding(3, 2))
+    model[0].forward = model[0].forward
+    refused(model, "convert: 0 has a forward set on the module itself")
+    del model[0].forward
+    fastemb.convert(model)
+    model[0].forward = model[0].forward  # of ours: nothing is lost
+    fastemb.convert(model, dtype=torch.float16)
+    assert model(torch.tensor([1])).dtype == torch.float32
+
+
+def test_a_table_without_weight() -> None:
+    model = nn.ModuleDict({"none": nn.Embedding(3, 2), "table": nn.Embedding(3, 2)})
+    model["none"].weight = None
+    refused(model, "convert: none has no parameter named weight")
+    assert [row.name for row in fastemb.convert(model, skip=["none"])] == ["table"]
+    assert [row.name for row in fastemb.revert(model)] == ["table"]
+    ours = nn.Sequential(fnn.Embedding(3, 2))
+    ours[0].weight = None
+    with pytest.raises(ValueError, match="revert: 0 has no parameter named weight"):
+        fastemb.revert(ours)
+
+
+def test_lazy_modules_beside_tables() -> None:
+    model = nn.Sequential(nn.Embedding(3, 2), nn.LazyLinear(4), nn.LazyBatchNorm1d())
+    fastemb.convert(model, dtype=torch.float16)
+    assert model(torch.tensor([1, 2])).shape == (2, 4)
+
+
+def test_arguments_of_the_wrong_type() -> None:
+    model = nn.Sequential(nn.Embedding(3, 2))
+    for sparse in ("fused", 1):
+        with pytest.raises(TypeError, match=f"sparse must be True, False or None, got {sparse!r}"):
+            fastemb.convert(model, sparse=sparse)
+    for function in (fastemb.convert, fastemb.revert):
+        op = function.__name__
+        with pytest.raises(TypeError, match=rf"{op}: model must be a torch.nn.Module, got list"):
+            function([model])
+        with pytest.raises(TypeError, match=f"{op}: skip must be names of modules or .* got None"):
+            function(model, skip=None)
+    assert type(model[0]) is nn.Embedding
+
+
 def test_a_weight_that_another_module_uses() -> None:
     model = nn.ModuleDict({"table": nn.Embedding(3, 2), "head": nn.Linear(2, 3, bias=False)})
     model["head"].weight = model["table"].weight

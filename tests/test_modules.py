@@ -471,6 +471,17 @@ def test_tied_head() -> None:
     assert bool((table.weight.grad != 0).any(1).all())
 
 
+def test_tied_head_converted_with_a_gradient() -> None:
+    """The head, a module of torch, converts the gradient once more; the next lookup undoes it."""
+    model = nn.ModuleDict({"table": fnn.Embedding(5, 4), "head": nn.Linear(4, 5, bias=False)})
+    weight = model["head"].weight = model["table"].weight
+    weight.grad = torch.ones(5, 4)
+    model.half()
+    model["table"](torch.tensor([1])).float().sum().backward()
+    assert weight.grad.dtype == torch.float32
+    assert weight.grad.sum(1).tolist() == [4, 8, 4, 4, 4]
+
+
 # ---- huge pages ----------------------------------------------------------------------------------
 
 
@@ -526,3 +537,4 @@ def test_nothing_happens_off_linux(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_public_names() -> None:
     assert set(fastemb.nn.__all__) == {"Embedding", "EmbeddingBag"}
     assert fastemb.convert.__module__.startswith("fastemb")
+    assert "embedding_bag" in fastemb.report()["operators"]

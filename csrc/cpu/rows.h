@@ -6,7 +6,7 @@
 
 namespace fastemb::cpu::FE_ISA {
 
-inline constexpr int kMaxVectors = 8;          // vector accumulators held in registers
+inline constexpr int kMaxVectors = 8;           // vector accumulators held in registers
 inline constexpr int64_t kPrefetchAhead = 128;  // rows; best of 16 to 192, near prefetch into L1 gained nothing
 
 // Where rows come from. row(i) and scale(i) are the i-th term, ahead(i) a row that is wanted kPrefetchAhead terms

@@ -27,8 +27,8 @@ struct Buffer {
 
 struct Pool {
   std::mutex mutex;
-  std::list<Buffer> cached;                        // the last released first
-  std::unordered_map<void*, int64_t> sizes;        // of every recyclable buffer in use
+  std::list<Buffer> cached;                  // the last released first
+  std::unordered_map<void*, int64_t> sizes;  // of every recyclable buffer in use
   int64_t cached_bytes = 0;
 };
 

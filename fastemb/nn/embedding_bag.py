@@ -94,7 +94,7 @@ class EmbeddingBag(Table, nn.EmbeddingBag):
     ) -> None:
         name = type(self).__name__
         F.resolve_padding(name, padding_idx, num_embeddings)
-        F.check_mode(name, mode, False)  # with scale_grad_by_freq "max" fails when used, as in torch
+        F.check_mode(name, mode, False)  # scale_grad_by_freq fails in use, as in torch
         if dtype is not None:
             check_table_dtype(name, dtype)
         super().__init__(
