@@ -18,6 +18,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,11 @@ import fastemb.nn
 
 ROWS = 1_000_000
 BAGS = 4096
+PARTS = {
+    "forward": "Forward",
+    "sparse": "Backward to coalesced row gradients (torch: backward + coalesce)",
+    "dense": "Backward to a dense gradient",
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -45,10 +51,14 @@ class Cell:
         return f"{self.mode} {self.dtype} D{self.dim} L{self.bag} {self.ids}"
 
 
-def batches(cell: Cell, count: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def batches(cell: Cell) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Enough that a batch comes back only after the caches have forgotten it.
+
+    An odd number, so that contestants that take turns each meet every batch.
+    """
     rng = np.random.default_rng(7)
     result = []
-    for _ in range(count):
+    for _ in range(17 if cell.bag < 50 else 5):
         n = BAGS * cell.bag
         if cell.ids == "uniform":
             ids = rng.integers(0, ROWS, n)
@@ -139,15 +149,18 @@ def paired_prepared(contestants: dict[str, Timed], seconds: float) -> dict[str, 
     return times
 
 
-def measure(runner: Runner, threads: int, seconds: float) -> dict[str, Any]:
+def measure(runner: Runner, parts: Sequence[str], threads: int, seconds: float) -> dict[str, Any]:
     row: dict[str, Any] = {**asdict(runner.cell), "threads": threads}
     with harness.use_threads(threads):
-        times = harness.paired(
-            {name: runner.forward(name) for name in runner.modules}, seconds=seconds
-        )
-        row["forward"] = summary(times, runner.bytes_forward())
-        for sparse, label in ((True, "sparse"), (False, "dense")):
-            pairs = {name: runner.backward(name, sparse) for name in runner.modules}
+        if "forward" in parts:
+            times = harness.paired(
+                {name: runner.forward(name) for name in runner.modules}, seconds=seconds
+            )
+            row["forward"] = summary(times, runner.bytes_forward())
+        for label in ("sparse", "dense"):
+            if label not in parts:
+                continue
+            pairs = {name: runner.backward(name, label == "sparse") for name in runner.modules}
             times = paired_prepared(pairs, seconds)
             row[label] = summary(times, runner.bytes_backward())
             if threads > 1:
@@ -173,18 +186,16 @@ def summary(times: dict[str, list[float]], num_bytes: int) -> dict[str, Any]:
     }
 
 
-def worker(cells: list[Cell], threads: list[int], seconds: float) -> list[dict[str, Any]]:
-    rows = []
+def worker(cells: list[Cell], parts: Sequence[str], threads: list[int], seconds: float) -> None:
+    """Prints one JSON row for each cell and number of threads."""
     for cell in cells:
         runner = Runner(cell)
         for count in threads:
-            row = measure(runner, count, seconds)
+            row = measure(runner, parts, count, seconds)
             # The machine drifts: its limits are measured beside each cell.
             row["copy_gbps"] = harness.copy_bandwidth(count, 128)
             row["read_gbps"] = harness.read_bandwidth(count, 128)
-            rows.append(row)
             print(json.dumps(row), flush=True)
-    return rows
 
 
 def run_worker(arguments: list[str], huge_pages: bool) -> list[dict[str, Any]]:
@@ -203,8 +214,7 @@ def run_worker(arguments: list[str], huge_pages: bool) -> list[dict[str, Any]]:
         print(
             f"{'huge' if huge_pages else 'plain':5} {row['threads']} thr "
             f"{row['mode']} {row['dtype']} D{row['dim']} L{row['bag']} {row['ids']:7}  "
-            f"forward x{row['forward']['ratio']:.2f}  sparse x{row['sparse']['ratio']:.1f}  "
-            f"dense x{row['dense']['ratio']:.1f}",
+            + "  ".join(f"{part} x{row[part]['ratio']:.2f}" for part in PARTS if part in row),
             file=sys.stderr,
             flush=True,
         )
@@ -255,7 +265,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.4, help="per timing")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", help="substring of a cell's name")
+    parser.add_argument("--parts", choices=PARTS, nargs="+", default=list(PARTS))
     parser.add_argument("--threads", type=int, nargs="+")
+    parser.add_argument("--huge", type=int, choices=(0, 1), help="only one of torch's two ways")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
 
@@ -267,24 +279,20 @@ def main() -> None:
         cells = [cell for cell in cells if args.only in str(cell)]
     threads = args.threads or ([2] if args.quick else [2, 1])
     if args.worker:
-        worker(cells, threads, args.seconds)
+        worker(cells, args.parts, threads, args.seconds)
         return
 
     arguments = [a for a in sys.argv[1:] if a != "--worker"]
     report = [f"{harness.machine()}; {harness.versions()}; {ROWS:,} rows, {BAGS} bags"]
-    for huge_pages in (False, True):
+    for huge_pages in (False, True) if args.huge is None else (bool(args.huge),):
         rows = run_worker(arguments, huge_pages)
         where = "torch on huge pages" if huge_pages else "torch as installed"
         limits = ", ".join(limits_of(rows, count) for count in threads)
         report.append(f"\n## {where} ({limits})")
-        for part, title in (
-            ("forward", "Forward"),
-            ("sparse", "Backward to coalesced row gradients (torch: backward + coalesce)"),
-            ("dense", "Backward to a dense gradient"),
-        ):
+        for part in args.parts:
             middle = harness.median([r[part]["ratio"] for r in rows])
             low = min(r[part]["ratio"] for r in rows)
-            report.append(f"\n### {title}: median x{middle:.2f}, least x{low:.2f}\n")
+            report.append(f"\n### {PARTS[part]}: median x{middle:.2f}, least x{low:.2f}\n")
             report.append(table(rows, part))
     text = "\n".join(report)
     print(text)

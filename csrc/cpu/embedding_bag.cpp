@@ -1,5 +1,6 @@
 // Forward of embedding_bag and embedding on the CPU, and the gradient of the per-sample weights. Bags are shared out to
 // threads by the number of their positions; a bag is always summed by one thread, in the order ops.h lays down.
+#include "cpu/check.h"
 #include "cpu/dot.h"
 #include "cpu/kernels.h"
 #include "cpu/rows.h"
@@ -52,46 +53,93 @@ FE_FUNCTION int64_t list_terms(const BagForward& p, const Table<T, I>& table, in
   return n;
 }
 
-template <typename T, typename I>
-void forward_sum(const BagForward& p, const Parallel& parallel) {
+// The sums of one thread's bags, as O. A bag of one chunk, as almost all are, goes from registers to the output.
+template <typename T, typename I, typename O>
+struct BagSums {
   using A = typename AccOf<T>::type;
-  const auto table = table_of<T, I>(p.bags, p.weight, p.weight_stride);
-  const IndexedRows<T, I> indexed{table.weight, table.stride, table.indices};
-  const bool plain = p.per_sample_weights == nullptr && p.bags.padding_idx < 0;
-  const bool in_place = p.output_type == (sizeof(A) == sizeof(double) ? DType::f64 : DType::f32);
+
+  explicit BagSums(const BagForward& problem)
+      : p(problem),
+        table(table_of<T, I>(p.bags, p.weight, p.weight_stride)),
+        indexed{table.weight, table.stride, table.indices},
+        plain(p.per_sample_weights == nullptr && p.bags.padding_idx < 0),
+        acc(p.dim),
+        part(p.dim) {}
+
+  void sum(int64_t begin, int64_t end, O* out) {
+    if (end - begin > kChunk) return long_bag(out, begin, end);
+    if (plain && end > begin && end + kPrefetchAhead <= table.positions) {
+      return sum_rows<false>(indexed, begin, end, p.dim, sink(out, end - begin));
+    }
+    const int64_t count = list_terms(p, table, begin, end, list);
+    if (count == 0) {
+      memset(out, 0, static_cast<size_t>(p.dim) * sizeof(O));
+    } else if (p.per_sample_weights != nullptr) {
+      sum_rows<true>(list, 0, count, p.dim, sink(out, count));
+    } else {
+      sum_rows<false>(list, 0, count, p.dim, sink(out, count));
+    }
+  }
+
+ private:
+  Finished<O> sink(O* out, int64_t count) const { return {out, p.mode == Mode::mean ? static_cast<A>(count) : A{0}}; }
+
+  void long_bag(O* out, int64_t begin, int64_t end) {
+    ChunkedSum<A> sum{acc.data, part.data, p.dim};
+    int64_t count = 0;
+    for (int64_t chunk = begin; chunk < end; chunk += kChunk) {
+      const int64_t n = list_terms(p, table, chunk, chunk + kChunk < end ? chunk + kChunk : end, list);
+      count += n;
+      if (p.per_sample_weights != nullptr) {
+        sum.template add<true>(list, 0, n);
+      } else {
+        sum.template add<false>(list, 0, n);
+      }
+    }
+    if (p.mode == Mode::mean && count > 0) {
+      for (int64_t d = 0; d < p.dim; ++d) acc.data[d] /= static_cast<A>(count);
+    }
+    store_row(out, acc.data, p.dim);
+  }
+
+  const BagForward& p;
+  const Table<T, I> table;
+  const IndexedRows<T, I> indexed;
+  const bool plain;
+  Scratch<A> acc, part;
+  RowList<T> list;
+};
+
+// Straight to the output where it has type O; else through a buffer of the accumulator's type O.
+template <typename T, typename I, typename O>
+void forward_sum(const BagForward& p, const Parallel& parallel) {
+  const bool in_place = p.output_type == kDType<O>;
+  bool good = true;
   for_bags(p.bags, p.dim, parallel, [&](int64_t first_bag, int64_t last_bag) {
-    Scratch<A> buffer(p.dim), part(p.dim);
-    RowList<T> list;
+    BagSums<T, I, O> bags(p);
+    Scratch<O> buffer(in_place ? 0 : p.dim);
     int64_t end = bag_begin(p.bags, first_bag);
     for (int64_t b = first_bag; b < last_bag; ++b) {
       const int64_t begin = end;
       end = bag_begin(p.bags, b + 1);
-      A* acc = in_place ? static_cast<A*>(p.output) + b * p.dim : buffer.data;
-      ChunkedSum<A> sum{acc, part.data, p.dim};
-      int64_t count = 0;
-      for (int64_t chunk = begin; chunk < end; chunk += kChunk) {
-        const int64_t chunk_end = chunk + kChunk < end ? chunk + kChunk : end;
-        if (plain && chunk_end + kPrefetchAhead <= table.positions) {
-          sum.template add<false>(indexed, chunk, chunk_end);
-          count += chunk_end - chunk;
-          continue;
-        }
-        const int64_t n = list_terms(p, table, chunk, chunk_end, list);
-        count += n;
-        if (p.per_sample_weights != nullptr) {
-          sum.template add<true>(list, 0, n);
-        } else {
-          sum.template add<false>(list, 0, n);
-        }
+      // Here and not in a pass before: the ids are in the nearest cache now.
+      if (!ids_in_range<I>(p.bags, begin, end)) return __atomic_store_n(&good, false, __ATOMIC_RELAXED);
+      bags.sum(begin, end, in_place ? static_cast<O*>(p.output) + b * p.dim : buffer.data);
+      if constexpr (__is_same(O, typename AccOf<T>::type)) {
+        if (!in_place) store_row(p.output, p.output_type, b * p.dim, buffer.data, p.dim);
       }
-      if (count == 0) memset(acc, 0, static_cast<size_t>(p.dim) * sizeof(A));
-      if (p.mode == Mode::mean && count > 0) {
-        const A divisor = static_cast<A>(count);
-        for (int64_t d = 0; d < p.dim; ++d) acc[d] /= divisor;
-      }
-      if (!in_place) store_row(p.output, p.output_type, b * p.dim, acc, p.dim);
     }
   });
+  if (!good) *p.error = first_bad_id<I>(p.bags);
+}
+
+template <typename T, typename I>
+void forward_sum(const BagForward& p, const Parallel& parallel) {
+  if (p.output_type == kDType<T>) {
+    forward_sum<T, I, T>(p, parallel);
+  } else {
+    forward_sum<T, I, typename AccOf<T>::type>(p, parallel);
+  }
 }
 
 // Columns [first, first + n) of one bag, n <= lanes. A NaN wins over every number and keeps its place.
@@ -118,6 +166,10 @@ template <typename T, typename I>
 void forward_max(const BagForward& p, const Parallel& parallel) {
   using A = typename AccOf<T>::type;
   constexpr int64_t L = kLanes<A>;
+  if (!ids_in_range<I>(p.bags, 0, covered(p.bags))) {
+    *p.error = first_bad_id<I>(p.bags);
+    return;
+  }
   const auto table = table_of<T, I>(p.bags, p.weight, p.weight_stride);
   for_bags(p.bags, p.dim, parallel, [&](int64_t first_bag, int64_t last_bag) {
     int64_t longest = 0;
@@ -153,10 +205,6 @@ void forward_max(const BagForward& p, const Parallel& parallel) {
 template <typename T, typename I>
 void gather_rows(const Gather& p, const Parallel& parallel) {
   using A = typename AccOf<T>::type;
-  constexpr DType kSame = __is_same(T, f16)     ? DType::f16
-                          : __is_same(T, bf16)  ? DType::bf16
-                          : __is_same(T, float) ? DType::f32
-                                                : DType::f64;
   const auto table = table_of<T, I>(p.bags, p.weight, p.weight_stride);
   const int64_t row_bytes = p.dim * static_cast<int64_t>(sizeof(T));
   const int64_t grain = (int64_t{1} << 15) / (p.dim + 1) + 1;
@@ -165,7 +213,7 @@ void gather_rows(const Gather& p, const Parallel& parallel) {
     for (int64_t i = begin; i < end; ++i) {
       prefetch_row(table.row_ahead(i), row_bytes);
       const T* row = table.row(i);
-      if (p.output_type == kSame) {
+      if (p.output_type == kDType<T>) {
         memcpy(static_cast<T*>(p.output) + i * p.dim, row, static_cast<size_t>(row_bytes));
       } else {
         for (int64_t d = 0; d < p.dim; ++d) acc.data[d] = to_acc(row[d]);

@@ -10,6 +10,8 @@ namespace {
 inline constexpr int64_t kLong = 8 * kChunk;                // a segment longer than this is worth the second pass
 inline constexpr int64_t kStreamBytes = int64_t{16} << 20;  // outputs beyond this do not stay in a cache anyway
 
+enum class Leave { cached, streamed };
+
 // bag_of[p] for every position, bag_count[b] for a mean.
 template <typename A>
 void prepare(const BagBackward& p, const Parallel& parallel) {
@@ -238,22 +240,20 @@ struct SegmentRange {
     while (end < last && segments[end + 1] - begin <= kChunk) ++end;
     terms.list_positions(begin, segments[end], positions, list);
     if (terms.scaled) {
-      leave == Leave::streamed ? sum_listed<true, Leave::streamed>(first, end)
-                               : sum_listed<true, Leave::cached>(first, end);
+      leave == Leave::streamed ? sum_listed<true, Streamed<A>>(first, end) : sum_listed<true, Cached<A>>(first, end);
     } else {
-      leave == Leave::streamed ? sum_listed<false, Leave::streamed>(first, end)
-                               : sum_listed<false, Leave::cached>(first, end);
+      leave == Leave::streamed ? sum_listed<false, Streamed<A>>(first, end) : sum_listed<false, Cached<A>>(first, end);
     }
     return end;
   }
 
-  template <bool kScaled, Leave kLeave>
+  template <bool kScaled, typename Sink>
   void sum_listed(int64_t first, int64_t last) {
     const int32_t* segments = p.groups.segments;
     const int64_t begin = segments[first];
     for (int64_t k = first; k < last; ++k) {
       A* row = target_row<A>(p, k);
-      sum_rows<kScaled, kLeave>(list, segments[k] - begin, segments[k + 1] - begin, p.dim, row);
+      sum_rows<kScaled>(list, segments[k] - begin, segments[k + 1] - begin, p.dim, Sink{row});
       finish(p, k, row);
     }
   }

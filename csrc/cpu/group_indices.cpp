@@ -1,5 +1,6 @@
 // Grouping of positions by row on the CPU: a stable radix sort of (row, position) records, then the heads of runs. Also
-// the check of ids and offsets that precedes every operator.
+// the checks of all ids and offsets.
+#include "cpu/check.h"
 #include "cpu/kernels.h"
 #include "cpu/vec.h"
 
@@ -66,42 +67,63 @@ struct Grouping {
   }
 
   void sort() {
-    for_pieces([&](int64_t, int64_t begin, int64_t end) {
+    const int bits = bit_width(static_cast<uint64_t>(p.bags.num_embeddings));
+    const int passes = bits == 0 ? 1 : (bits + kMaxDigitBits - 1) / kMaxDigitBits;
+    const auto digit_of_pass = [&](int pass) {
+      const int shift = bits * pass / passes;
+      return Digit{shift, bits * (pass + 1) / passes - shift};
+    };
+    Digit digit = digit_of_pass(0);
+    for_pieces([&](int64_t piece, int64_t begin, int64_t end) {
+      int64_t* count = cleared_counts(piece, digit);
       for (int64_t i = begin; i < end; ++i) {
         from[i].row = static_cast<decltype(Record::row)>(key_of<I>(p.bags, i, num_covered));
         from[i].position = static_cast<decltype(Record::position)>(i);
+        ++count[digit.of(from[i])];
       }
     });
-    const int bits = bit_width(static_cast<uint64_t>(p.bags.num_embeddings));
-    const int passes = (bits + kMaxDigitBits - 1) / kMaxDigitBits;
-    for (int pass = 0; pass < passes; ++pass) {
-      const int shift = bits * pass / passes;
-      sort_digit(shift, bits * (pass + 1) / passes - shift);
+    scatter(digit);
+    for (int pass = 1; pass < passes; ++pass) {
+      digit = digit_of_pass(pass);
+      for_pieces([&](int64_t piece, int64_t begin, int64_t end) {
+        int64_t* count = cleared_counts(piece, digit);
+        for (int64_t i = begin; i < end; ++i) ++count[digit.of(from[i])];
+      });
+      scatter(digit);
     }
   }
 
-  // One stable counting sort by `bits` bits of the row: counts per piece, prefix sums in (digit, piece) order, scatter.
-  void sort_digit(int shift, int bits) {
-    const int64_t digits = int64_t{1} << bits;
-    const auto digit = [&](const Record& r) {
-      return static_cast<int64_t>((r.row >> shift) & static_cast<uint64_t>(digits - 1));
-    };
-    for_pieces([&](int64_t piece, int64_t begin, int64_t end) {
-      int64_t* count = counts + piece * digits;
-      memset(count, 0, static_cast<size_t>(digits) * sizeof(int64_t));
-      for (int64_t i = begin; i < end; ++i) ++count[digit(from[i])];
-    });
+  // Some bits of the row.
+  struct Digit {
+    int shift, bits;
+
+    int64_t values() const { return int64_t{1} << bits; }
+    int64_t of(const Record& r) const {
+      return static_cast<int64_t>((r.row >> shift) & static_cast<uint64_t>(values() - 1));
+    }
+  };
+
+  int64_t* cleared_counts(int64_t piece, const Digit& digit) {
+    int64_t* count = counts + piece * digit.values();
+    memset(count, 0, static_cast<size_t>(digit.values()) * sizeof(int64_t));
+    return count;
+  }
+
+  // The second half of a stable counting sort: prefix sums of the counts in (digit, piece) order, then every record to
+  // its place.
+  void scatter(const Digit& digit) {
     int64_t running = 0;
-    for (int64_t d = 0; d < digits; ++d) {
+    for (int64_t d = 0; d < digit.values(); ++d) {
       for (int64_t piece = 0; piece < pieces; ++piece) {
-        const int64_t here = counts[piece * digits + d];
-        counts[piece * digits + d] = running;
+        int64_t& count = counts[piece * digit.values() + d];
+        const int64_t here = count;
+        count = running;
         running += here;
       }
     }
     for_pieces([&](int64_t piece, int64_t begin, int64_t end) {
-      int64_t* next = counts + piece * digits;
-      for (int64_t i = begin; i < end; ++i) to[next[digit(from[i])]++] = from[i];
+      int64_t* next = counts + piece * digit.values();
+      for (int64_t i = begin; i < end; ++i) to[next[digit.of(from[i])]++] = from[i];
     });
     Record* swap = from;
     from = to;
@@ -167,44 +189,38 @@ void group(const GroupIndices& p, const Parallel& parallel) {
 }
 
 template <typename I>
-bool all_in_range(const Bags& bags, int64_t begin, int64_t end) {
-  const I* indices = static_cast<const I*>(bags.indices);
-  const uint64_t limit = static_cast<uint64_t>(bags.num_embeddings);
-  uint64_t bad = 0;
-  for (int64_t i = begin; i < end; ++i)
-    bad |= static_cast<uint64_t>(static_cast<uint64_t>(int64_t{indices[i]}) >= limit);
-  return bad == 0;
+bool ascending(const I* offsets, int64_t count) {
+  bool good = true;
+  for (int64_t b = 1; b < count; ++b) good &= offsets[b - 1] <= offsets[b];
+  return good;
 }
 
-ErrorReport check_offsets(const Bags& bags) {
-  int64_t previous = 0;
-  for (int64_t b = 0; b < bags.num_offsets; ++b) {
-    const int64_t offset = load_index(bags.offsets, bags.offset_type, b);
-    if (offset < previous || offset > bags.num_indices || (b == 0 && offset != 0)) {
-      return {ErrorReport::bad_offset, 0, b, offset, bags.num_indices};
-    }
-    previous = offset;
-  }
-  return {};
+template <typename I>
+ErrorReport check_indices(const Bags& bags, const Parallel& parallel) {
+  bool good = true;
+  parallel_ranges(parallel, covered(bags), kPositionsPerPiece, [&](int64_t begin, int64_t end) {
+    if (!ids_in_range<I>(bags, begin, end)) __atomic_store_n(&good, false, __ATOMIC_RELAXED);
+  });
+  return good ? ErrorReport{} : first_bad_id<I>(bags);
 }
 
 }  // namespace
 
-ErrorReport check_bags(const Bags& bags, const Parallel& parallel) {
-  if (bags.offsets != nullptr) {
-    const ErrorReport report = check_offsets(bags);
-    if (report.code != ErrorReport::none) return report;
-  }
-  const int64_t n = covered(bags);
-  const auto in_range = bags.index_type == IndexType::i32 ? all_in_range<int32_t> : all_in_range<int64_t>;
-  bool good = true;
-  parallel_ranges(parallel, n, kPositionsPerPiece, [&](int64_t begin, int64_t end) {
-    if (!in_range(bags, begin, end)) __atomic_store_n(&good, false, __ATOMIC_RELAXED);
-  });
-  if (good) return {};
-  int64_t i = 0;
-  while (in_range(bags, i, i + 1)) ++i;
-  return {ErrorReport::bad_index, 0, i, load_index(bags.indices, bags.index_type, i), bags.num_embeddings};
+ErrorReport check_offsets(const Bags& bags) {
+  const int64_t count = bags.num_offsets;
+  if (bags.offsets == nullptr || count == 0) return {};
+  const bool sorted = bags.offset_type == IndexType::i32 ? ascending(static_cast<const int32_t*>(bags.offsets), count)
+                                                         : ascending(static_cast<const int64_t*>(bags.offsets), count);
+  const auto offset = [&](int64_t b) { return load_index(bags.offsets, bags.offset_type, b); };
+  if (sorted && offset(0) == 0 && offset(count - 1) <= bags.num_indices) return {};
+  int64_t b = 0, previous = 0;
+  while (offset(b) >= previous && offset(b) <= bags.num_indices && (b > 0 || offset(b) == 0)) previous = offset(b++);
+  return {ErrorReport::bad_offset, 0, b, offset(b), bags.num_indices};
+}
+
+ErrorReport check_indices(const Bags& bags, const Parallel& parallel) {
+  return bags.index_type == IndexType::i32 ? check_indices<int32_t>(bags, parallel)
+                                           : check_indices<int64_t>(bags, parallel);
 }
 
 void group_indices(const GroupIndices& p, const Parallel& parallel) {

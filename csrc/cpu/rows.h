@@ -50,10 +50,6 @@ FE_FUNCTION void prefetch_row(const void* row, int64_t bytes) {
   for (int64_t byte = 0; byte < bytes && byte < kMost; byte += 64) prefetch(static_cast<const char*>(row) + byte);
 }
 
-// How a finished row leaves: through the caches, or streamed past them (a large output that is written once would
-// otherwise first be read). Streaming needs rows that start and end on a vector, and a fence before others read.
-enum class Leave { cached, streamed };
-
 FE_FUNCTION void stream(float* p, Vec<float> v) {
 #if defined(__AVX512F__)
   _mm512_stream_ps(p, (__m512)v);
@@ -84,10 +80,44 @@ FE_FUNCTION void stream_fence() {
 #endif
 }
 
+// Where a finished row goes. put(sink, d, v) takes the sums of columns d .. d + lanes, put_part the first n of them.
+
+template <typename A>
+struct Cached {
+  A* out;
+
+  FE_FUNCTION void put(const Cached& to, int64_t d, Vec<A> sum) { store(to.out + d, sum); }
+  FE_FUNCTION void put_part(const Cached& to, int64_t n, Vec<A> sum) { store_part(to.out, sum, n); }
+};
+
+// Past the caches: a large output that is written once would otherwise first be read. Needs rows that start and end on
+// a vector, and a fence before others read.
+template <typename A>
+struct Streamed {
+  A* out;
+
+  FE_FUNCTION void put(const Streamed& to, int64_t d, Vec<A> sum) { stream(to.out + d, sum); }
+  FE_FUNCTION void put_part(const Streamed& to, int64_t n, Vec<A> sum) { store_part(to.out, sum, n); }
+};
+
+// Divided (a mean) and rounded to T.
+template <typename T>
+struct Finished {
+  using A = typename AccOf<T>::type;
+  T* out;
+  A divisor;  // 0: none
+
+  FE_FUNCTION void put(const Finished& to, int64_t d, Vec<A> sum) { store(to.out + d, divided(to, sum)); }
+  FE_FUNCTION void put_part(const Finished& to, int64_t n, Vec<A> sum) { store_part(to.out, divided(to, sum), n); }
+  FE_FUNCTION Vec<A> divided(const Finished& to, Vec<A> sum) { return to.divisor == A{0} ? sum : sum / to.divisor; }
+};
+
 // N vectors of columns from `first`; the last of them at `last`, so that the row's end is met by overlapping the
 // neighbour (both compute the same sums).
-template <int N, bool kScaled, Leave kLeave, typename Rows, typename A>
-FE_FUNCTION void sum_columns(const Rows& rows, int64_t begin, int64_t end, int64_t first, int64_t last, A* out) {
+template <int N, bool kScaled, typename Rows, typename Sink>
+FE_FUNCTION void sum_columns(const Rows& rows, int64_t begin, int64_t end, int64_t first, int64_t last,
+                             const Sink& sink) {
+  using A = typename Rows::A;
   constexpr int L = kLanes<A>;
   constexpr int kVectorsPerLine = 64 / static_cast<int>(L * sizeof(typename Rows::Element));
   Vec<A> sums[N] = {};
@@ -103,19 +133,41 @@ FE_FUNCTION void sum_columns(const Rows& rows, int64_t begin, int64_t end, int64
     }
   }
 #pragma GCC unroll 8
-  for (int v = 0; v < N; ++v) {
-    A* at = out + (v == N - 1 ? last : first + v * L);
-    if constexpr (kLeave == Leave::streamed) {
-      stream(at, sums[v]);
-    } else {
-      store(at, sums[v]);
+  for (int v = 0; v < N; ++v) Sink::put(sink, v == N - 1 ? last : first + v * L, sums[v]);
+}
+
+// The same for N pairs of whole vectors of bf16.
+template <int N, bool kScaled, typename Rows, typename Sink>
+FE_FUNCTION void sum_column_pairs(const Rows& rows, int64_t begin, int64_t end, int64_t first, const Sink& sink) {
+  constexpr int L = kLanes<float>;
+  constexpr int kPairsPerLine = 64 / static_cast<int>(2 * L * sizeof(bf16));
+  EvenOdd sums[N] = {};
+  for (int64_t i = begin; i < end; ++i) {
+    const bf16* row = Rows::row(rows, i) + first;
+    const bf16* ahead = Rows::ahead(rows, i) + first;
+#pragma GCC unroll 4
+    for (int v = 0; v < N; ++v) {
+      if (v % kPairsPerLine == 0) prefetch(ahead + v * 2 * L);
+      EvenOdd x = load_even_odd(row + v * 2 * L);
+      if constexpr (kScaled) {
+        const Vec<float> scale = broadcast(Rows::scale(rows, i));
+        x = {scale * x.even, scale * x.odd};
+      }
+      sums[v].even += x.even;
+      sums[v].odd += x.odd;
     }
+  }
+#pragma GCC unroll 4
+  for (int v = 0; v < N; ++v) {
+    Sink::put(sink, first + v * 2 * L, interleaved(sums[v], 0));
+    Sink::put(sink, first + v * 2 * L + L, interleaved(sums[v], 1));
   }
 }
 
 // dim < one vector.
-template <bool kScaled, typename Rows, typename A>
-FE_FUNCTION void sum_narrow(const Rows& rows, int64_t begin, int64_t end, int64_t dim, A* out) {
+template <bool kScaled, typename Rows, typename Sink>
+FE_FUNCTION void sum_narrow(const Rows& rows, int64_t begin, int64_t end, int64_t dim, const Sink& sink) {
+  using A = typename Rows::A;
   Vec<A> sum = {};
   for (int64_t i = begin; i < end; ++i) {
     prefetch(Rows::ahead(rows, i));
@@ -123,32 +175,42 @@ FE_FUNCTION void sum_narrow(const Rows& rows, int64_t begin, int64_t end, int64_
     if constexpr (kScaled) x = broadcast(Rows::scale(rows, i)) * x;
     sum += x;
   }
-  store_part(out, sum, dim);
+  Sink::put_part(sink, dim, sum);
 }
 
-template <bool kScaled, Leave kLeave, typename Rows, typename A>
-FE_FUNCTION void sum_wide(const Rows& rows, int64_t begin, int64_t end, int64_t dim, A* out) {
-  constexpr int L = kLanes<A>;
+template <bool kScaled, typename Rows, typename Sink>
+FE_FUNCTION void sum_wide(const Rows& rows, int64_t begin, int64_t end, int64_t dim, const Sink& sink) {
+  constexpr int L = kLanes<typename Rows::A>;
   for (int64_t first = 0; first < dim; first += kMaxVectors * L) {
+    if constexpr (__is_same(typename Rows::Element, bf16)) {
+      static_assert(kMaxVectors == 8);
+      const int64_t columns = dim - first;
+      if (columns >= 8 * L) {
+        sum_column_pairs<4, kScaled>(rows, begin, end, first, sink);
+        continue;
+      }
+      if (columns == 4 * L) return sum_column_pairs<2, kScaled>(rows, begin, end, first, sink);
+      if (columns == 2 * L) return sum_column_pairs<1, kScaled>(rows, begin, end, first, sink);
+    }
     const int64_t left = (dim - first + L - 1) / L;
     const int64_t n = left < kMaxVectors ? left : kMaxVectors;
     const int64_t last = left <= kMaxVectors ? dim - L : first + (n - 1) * L;
     switch (n) {
 #define FE_CASE(N) \
-  case N: sum_columns<N, kScaled, kLeave>(rows, begin, end, first, last, out); break;
+  case N: sum_columns<N, kScaled>(rows, begin, end, first, last, sink); break;
       FE_CASE(1) FE_CASE(2) FE_CASE(3) FE_CASE(4) FE_CASE(5) FE_CASE(6) FE_CASE(7) FE_CASE(8)
 #undef FE_CASE
     }
   }
 }
 
-// out[0..dim) = sum of terms [begin, end).
-template <bool kScaled, Leave kLeave, typename Rows, typename A>
-static void sum_rows(const Rows& rows, int64_t begin, int64_t end, int64_t dim, A* out) {
-  if (dim < kLanes<A>) {
-    sum_narrow<kScaled>(rows, begin, end, dim, out);
+// The sum of terms [begin, end).
+template <bool kScaled, typename Rows, typename Sink>
+static void sum_rows(const Rows& rows, int64_t begin, int64_t end, int64_t dim, const Sink& sink) {
+  if (dim < kLanes<typename Rows::A>) {
+    sum_narrow<kScaled>(rows, begin, end, dim, sink);
   } else {
-    sum_wide<kScaled, kLeave>(rows, begin, end, dim, out);
+    sum_wide<kScaled>(rows, begin, end, dim, sink);
   }
 }
 
@@ -162,7 +224,7 @@ struct ChunkedSum {
 
   template <bool kScaled, typename Rows>
   void add(const Rows& rows, int64_t begin, int64_t end) {
-    sum_rows<kScaled, Leave::cached>(rows, begin, end, dim, empty ? acc : part);
+    sum_rows<kScaled>(rows, begin, end, dim, Cached<A>{empty ? acc : part});
     added_part();
   }
 

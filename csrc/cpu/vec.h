@@ -24,6 +24,12 @@ inline constexpr int kVectorBytes = 32;
 inline constexpr int kVectorBytes = 16;
 #endif
 
+template <typename T>
+inline constexpr DType kDType = __is_same(T, f16)     ? DType::f16
+                                : __is_same(T, bf16)  ? DType::bf16
+                                : __is_same(T, float) ? DType::f32
+                                                      : DType::f64;
+
 template <typename A>
 inline constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(A));
 
@@ -60,35 +66,97 @@ FE_FUNCTION Vec<double> load(const double* p) {
 }
 
 // 16 bits each, widened. By intrinsics where there are any: GCC 12 widens a whole vector in five steps instead of one.
-FE_FUNCTION Words load_halves(const void* p) {
+FE_FUNCTION Words zero_extended(Halves h) {
 #if defined(__AVX512F__)
-  return (Words)_mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256(static_cast<const __m256i*>(p)));
+  return (Words)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)h);
 #elif defined(__AVX2__)
-  return (Words)_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+  return (Words)_mm256_cvtepu16_epi32((__m128i)h);
 #else
-  Halves h;
-  memcpy(&h, p, sizeof(h));
   return __builtin_convertvector(h, Words);
 #endif
 }
 
-FE_FUNCTION Vec<float> load(const bf16* p) { return (Vec<float>)(load_halves(p) << 16); }
+FE_FUNCTION Vec<float> widened(bf16, Halves h) { return (Vec<float>)(zero_extended(h) << 16); }
 
-FE_FUNCTION Vec<float> load(const f16* p) {
+FE_FUNCTION Vec<float> widened(f16, Halves h) {
 #if defined(__AVX512F__)
-  return (Vec<float>)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return (Vec<float>)_mm512_maskz_cvtph_ps(0xffff, (__m256i)h);
 #elif defined(__F16C__)
-  return (Vec<float>)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return (Vec<float>)_mm256_cvtph_ps((__m128i)h);
 #else
   Vec<float> v;
-  for (int i = 0; i < kLanes<float>; ++i) v[i] = to_acc(p[i]);
+  for (int i = 0; i < kLanes<float>; ++i) v[i] = to_acc(f16{h[i]});
   return v;
 #endif
 }
 
-template <typename A>
-FE_FUNCTION void store(A* p, Vec<A> v) {
-  memcpy(p, &v, sizeof(v));
+// to_bf16 and to_f16 of a vector.
+FE_FUNCTION Halves rounded(bf16, Vec<float> x) {
+  const Words u = (Words)x;
+  const Words is_nan = (Words)((u & 0x7fffffffu) > 0x7f800000u);
+  const Words nearest = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  const Words bits = (is_nan & ((u >> 16) | 0x0040u)) | (~is_nan & nearest);
+#if defined(__AVX512F__)
+  return (Halves)_mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)bits);
+#elif defined(__AVX2__)
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)bits, (__m256i)bits), 0xd8);
+  return (Halves)_mm256_castsi256_si128(packed);
+#else
+  return __builtin_convertvector(bits, Halves);
+#endif
+}
+
+FE_FUNCTION Halves rounded(f16, Vec<float> x) {
+#if defined(__AVX512F__)
+  return (Halves)_mm512_maskz_cvtps_ph(0xffff, (__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__F16C__)
+  return (Halves)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  Halves h;
+  for (int i = 0; i < kLanes<float>; ++i) h[i] = to_f16(x[i]).bits;
+  return h;
+#endif
+}
+
+template <typename T>
+FE_FUNCTION Vec<float> load_halves(const T* p) {
+  Halves h;
+  memcpy(&h, p, sizeof(h));
+  return widened(T{}, h);
+}
+
+// Two vectors' worth of bf16, as the even and the odd columns: a shift and a mask, where widening neighbours costs a
+// shuffle more per vector.
+struct EvenOdd {
+  Vec<float> even, odd;
+};
+
+FE_FUNCTION EvenOdd load_even_odd(const bf16* p) {
+  Words pairs;
+  memcpy(&pairs, p, sizeof(pairs));
+  static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the even column must be the low half");
+  return {(Vec<float>)(pairs << 16), (Vec<float>)(pairs & 0xffff0000u)};
+}
+
+// Columns in their order again: the first and the second vector of the two.
+FE_FUNCTION Vec<float> interleaved(const EvenOdd& x, int64_t second) {
+  IntVec<float> pick = {};
+  for (int i = 0; i < kLanes<float>; ++i) {
+    pick[i] = static_cast<int32_t>(second * kLanes<float> + i) / 2 + (i % 2) * kLanes<float>;
+  }
+  return __builtin_shuffle(x.even, x.odd, pick);
+}
+
+FE_FUNCTION Vec<float> load(const bf16* p) { return load_halves(p); }
+FE_FUNCTION Vec<float> load(const f16* p) { return load_halves(p); }
+
+FE_FUNCTION void store(float* p, Vec<float> v) { memcpy(p, &v, sizeof(v)); }
+FE_FUNCTION void store(double* p, Vec<double> v) { memcpy(p, &v, sizeof(v)); }
+
+template <typename T>
+FE_FUNCTION void store(T* p, Vec<float> v) {
+  const Halves h = rounded(T{}, v);
+  memcpy(p, &h, sizeof(h));
 }
 
 // The first n < lanes elements, zeros behind them; nothing behind them is read.
@@ -102,8 +170,7 @@ FE_FUNCTION Vec<A> load_part(const T* p, int64_t n) {
     return (Vec<A>)_mm512_maskz_loadu_pd(static_cast<__mmask8>(mask), p);
   } else {
     const __m256i halves = _mm256_maskz_loadu_epi16(static_cast<__mmask16>(mask), p);
-    if constexpr (__is_same(T, f16)) return (Vec<A>)_mm512_maskz_cvtph_ps(0xffff, halves);
-    return (Vec<A>)((Words)_mm512_maskz_cvtepu16_epi32(0xffff, halves) << 16);
+    return widened(T{}, (Halves)halves);
   }
 #else
   T buffer[kLanes<A>] = {};
@@ -112,17 +179,22 @@ FE_FUNCTION Vec<A> load_part(const T* p, int64_t n) {
 #endif
 }
 
-template <typename A>
-FE_FUNCTION void store_part(A* p, Vec<A> v, int64_t n) {
+// The first n < lanes elements, rounded to T.
+template <typename T, typename V>
+FE_FUNCTION void store_part(T* p, V v, int64_t n) {
 #if defined(__AVX512F__)
   const uint32_t mask = (1u << n) - 1;
-  if constexpr (__is_same(A, float)) {
+  if constexpr (__is_same(T, float)) {
     _mm512_mask_storeu_ps(p, static_cast<__mmask16>(mask), (__m512)v);
-  } else {
+  } else if constexpr (__is_same(T, double)) {
     _mm512_mask_storeu_pd(p, static_cast<__mmask8>(mask), (__m512d)v);
+  } else {
+    _mm256_mask_storeu_epi16(p, static_cast<__mmask16>(mask), (__m256i)rounded(T{}, v));
   }
 #else
-  memcpy(p, &v, static_cast<size_t>(n) * sizeof(A));
+  T buffer[sizeof(V) / sizeof(typename AccOf<T>::type)];
+  store(buffer, v);
+  memcpy(p, buffer, static_cast<size_t>(n) * sizeof(T));
 #endif
 }
 
@@ -131,36 +203,12 @@ FE_FUNCTION Vec<A> broadcast(A x) {
   return Vec<A>{} + x;
 }
 
-// to_bf16 of a vector.
-FE_FUNCTION void store_bf16(bf16* out, Vec<float> x) {
-  const Words u = (Words)x;
-  const Words is_nan = (Words)((u & 0x7fffffffu) > 0x7f800000u);
-  const Words rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-  const Words bits = (is_nan & ((u >> 16) | 0x0040u)) | (~is_nan & rounded);
-#if defined(__AVX512F__)
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)bits));
-#elif defined(__AVX2__)
-  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)bits, (__m256i)bits), 0xd8);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm256_castsi256_si128(packed));
-#else
-  for (int i = 0; i < kLanes<float>; ++i) out[i].bits = static_cast<uint16_t>(bits[i]);
-#endif
-}
-
 // acc[0..n) rounded to T at out.
 template <typename T, typename A>
 FE_FUNCTION void store_row(T* out, const A* acc, int64_t n) {
   int64_t i = 0;
-#if defined(__F16C__)
-  if constexpr (__is_same(T, f16) && __is_same(A, float)) {
-    for (; i + 8 <= n; i += 8) {
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i),
-                       _mm256_cvtps_ph(_mm256_loadu_ps(acc + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-    }
-  }
-#endif
-  if constexpr (__is_same(T, bf16) && __is_same(A, float)) {
-    for (; i + kLanes<float> <= n; i += kLanes<float>) store_bf16(out + i, load(acc + i));
+  if constexpr (__is_same(typename AccOf<T>::type, A)) {
+    for (; i + kLanes<A> <= n; i += kLanes<A>) store(out + i, load(acc + i));
   }
   for (; i < n; ++i) out[i] = FromAcc<T>::convert(acc[i]);
 }
@@ -201,7 +249,10 @@ FE_FUNCTION int64_t covered(const Bags& bags) { return bags.num_bags == 0 ? 0 : 
 // one name, and the linker may keep the copy that the running machine cannot execute.
 template <typename E>
 struct Scratch {
-  explicit Scratch(int64_t n) : data(static_cast<E*>(malloc(static_cast<size_t>(n + 1) * sizeof(E)))) {
+  explicit Scratch(int64_t n) {
+    // On cache lines: a vector that crosses two of them costs twice.
+    const size_t bytes = (static_cast<size_t>(n) * sizeof(E) + 64) / 64 * 64;
+    data = static_cast<E*>(aligned_alloc(64, bytes));
     if (data == nullptr) throw std::bad_alloc();
   }
   ~Scratch() { free(data); }
