@@ -18,7 +18,9 @@
 //   in
 //                 halves: lane[j] += lane[j + h] for h = kDotLanes / 2, ..., 1.  Used by the per-sample-weight
 //                 gradient (mean divides the dot by acc(count)) and by the norms of renorm.
-//   rounding      to fp16/bf16 once, at the store, to nearest even.
+//   rounding      to fp16/bf16 once, at the store, to nearest even (row steps: or stochastically, see RowStep).
+//   row steps     csrc/common/row_update.h, one element at a time in acc; scalars that come of the hyperparameters are
+//                 computed in double and rounded to acc once; integer powers by square and multiply, in double.
 #pragma once
 
 #include <cstdint>
@@ -80,7 +82,7 @@ struct BagForward {
   void* output;  // [num_bags, dim] output_type
   DType output_type;
   int32_t* argmax;     // max only: [num_bags, dim] winner's position within its bag, -1 in an empty bag
-  ErrorReport* error;  // CUDA only
+  ErrorReport* error;  // where a bad id (CUDA: or offset) is reported; the output is then of no use
 };
 
 // output[n] = weight[indices[n]], padding included
@@ -148,6 +150,111 @@ struct Renorm {
   double norm_type;
 };
 
+// What every optimizer step of rows has in common. The k-th gradient row belongs to table row rows[k]; rows are
+// distinct.
+//
+//   gradient   g = inv_scale * grad (skipped when inv_scale is null), negated under maximize, then
+//              g += weight_decay * p unless the decay is decoupled.
+//   value      p = master where there is one, but the parameter's own value where the master no longer rounds to the
+//              parameter's bits (somebody else has written it); the parameter's value without a master.
+//   store      master = p', param = p' rounded to nearest, or, when `stochastic` (no master), to one of its two
+//              neighbours with the probability that makes the expectation p' (common/stochastic.h).
+//   skip       found_inf != 0: nothing at all is written.
+struct RowStep {
+  void* param;  // [num_embeddings, dim] param_type, rows param_stride elements apart
+  DType param_type;
+  int64_t param_stride;
+  void* master;  // [num_embeddings, dim] acc, or null
+  int64_t num_embeddings;
+  int64_t dim;
+  const int64_t* rows;       // [num_rows] or null: row k is k. Rows outside the table are left out.
+  int64_t num_rows;          // rows in `rows` and `grad`
+  const int32_t* used_rows;  // [1] how many of them count, or null: all
+  const void* grad;          // [num_rows, dim] grad_type, contiguous
+  DType grad_type;
+  const float* inv_scale;  // [1] or null
+  const float* found_inf;  // [1] or null
+  const float* step;       // [1] number of this step, from 1
+  double lr;
+  const void* lr_tensor;  // [1] lr_type, in place of lr, or null
+  DType lr_type;
+  double weight_decay;
+  bool maximize;
+  bool stochastic;
+  uint64_t seed;
+};
+
+// bc1 = 1 - beta1^t, bc2 = 1 - beta2^t, t = step, or the row's own count of updates, this one included.
+//   m += (g - m) * (1 - beta1);  v += (g * g - v) * (1 - beta2);  u = max_exp_avg_sq ? (its new maximum) : v
+//   corrected_denominator (Adam):        p = p * f - (lr / bc1) * (m / (sqrt(u) / sqrt(bc2) + eps))
+//   otherwise (torch's SparseAdam):      p = p * f - (lr * sqrt(bc2) / bc1) * (m / (sqrt(u) + eps))
+//   f = (1 - lr * weight_decay)^k when decoupled, k = row_step ? step - row_step[row] : 1; no multiplication otherwise.
+struct RowAdam {
+  RowStep rows;
+  void* exp_avg;  // [num_embeddings, dim] moment_type, contiguous, as the next two
+  void* exp_avg_sq;
+  void* max_exp_avg_sq;  // or null
+  DType moment_type;     // acc or bf16
+  int32_t* row_step;     // [num_embeddings] step of the row's last update, or null
+  int32_t* row_count;    // [num_embeddings] the row's updates so far, or null
+  double beta1, beta2, eps;
+  bool decoupled;
+  bool corrected_denominator;
+};
+
+// Rows that slept while dense Adam would have moved them (its moments decay and its momentum carries on under a zero
+// gradient): brings them from the end of step row_step[row] to the end of step t. common/adam_catch_up.h.
+//
+// The history is a ring: slot s % capacity holds what is asked about step s, for s in (t - capacity, t].
+struct AdamHistory {
+  // For rows current at the end of step s, with age = r - s over the steps r in (s, t]:
+  double series[4];  // sum over r of a_r * q_r^(n+1) * (beta1 * beta2^(-(n+1)/2))^age * (product of d over (r, t]);
+                     // under amsgrad without the power of beta2
+  double keep;       // product of d over (s, t]
+  // Of step s itself.
+  double rate;   // a = lr / (1 - beta1^s)
+  double root;   // q = sqrt(1 - beta2^s)
+  double decay;  // d = 1 - lr * weight_decay when decoupled, else 1
+};
+
+struct RowAdamCatchUp {
+  RowStep rows;   // param, master, rows, used_rows, step (t), weight_decay, maximize and rounding; no gradient
+  void* exp_avg;  // as in RowAdam
+  void* exp_avg_sq;
+  void* max_exp_avg_sq;
+  DType moment_type;
+  int32_t* row_step;  // [num_embeddings]
+  const AdamHistory* history;
+  int64_t capacity;
+  double beta1, beta2, eps;
+  double smallest_root;  // below it sqrt(v) is too near to eps for the series: the steps are replayed
+  int64_t horizon;       // steps after which what is left of the momentum moves nothing
+  bool decoupled;
+};
+
+// clr = lr / (1 + (step - 1) * lr_decay);  s += g * g;  p -= clr * (g / (sqrt(s) + eps))
+struct RowAdagrad {
+  RowStep rows;
+  void* sum;  // [num_embeddings, dim] acc, contiguous
+  double lr_decay, eps;
+};
+
+// s[row] += dot(g, g) / acc(dim);  p -= (clr / (sqrt(s[row]) + eps)) * g
+struct RowRowwiseAdagrad {
+  RowStep rows;
+  void* sum;  // [num_embeddings] acc
+  double lr_decay, eps;
+};
+
+// With momentum:  b = step == 1 ? g : momentum * b + (1 - dampening) * g;  g = nesterov ? g + momentum * b : b
+// p -= lr * g
+struct RowSgd {
+  RowStep rows;
+  void* momentum_buffer;  // [num_embeddings, dim] acc, contiguous, or null: no momentum
+  double momentum, dampening;
+  bool nesterov;
+};
+
 // Upper bound on the partial sums that long segments leave behind: two per window of kChunk sorted positions.
 constexpr int64_t bag_backward_partial_rows(int64_t num_indices) { return 2 * ((num_indices + kChunk - 1) / kChunk); }
 
@@ -159,8 +266,9 @@ struct Parallel {
   int64_t threads;
 };
 
-// First position (in order) that breaks the contract, code none when all is well. Reads indices and offsets only.
-ErrorReport check_bags(const Bags& bags, const Parallel& parallel);
+// First position (in order) that breaks the contract, code none when all is well. The second relies on the offsets.
+ErrorReport check_offsets(const Bags& bags);
+ErrorReport check_indices(const Bags& bags, const Parallel& parallel);
 
 int64_t group_indices_scratch_bytes(const Bags& bags, const Parallel& parallel);
 void group_indices(const GroupIndices* problems, int64_t count, const Parallel& parallel);
@@ -169,6 +277,11 @@ void gather(const Gather* problems, int64_t count, const Parallel& parallel);
 void bag_backward(const BagBackward* problems, int64_t count, const Parallel& parallel);
 void per_sample_backward(const PerSampleBackward* problems, int64_t count, const Parallel& parallel);
 void renorm(const Renorm* problems, int64_t count, const Parallel& parallel);
+void row_adam(const RowAdam* problems, int64_t count, const Parallel& parallel);
+void row_adam_catch_up(const RowAdamCatchUp* problems, int64_t count, const Parallel& parallel);
+void row_adagrad(const RowAdagrad* problems, int64_t count, const Parallel& parallel);
+void row_rowwise_adagrad(const RowRowwiseAdagrad* problems, int64_t count, const Parallel& parallel);
+void row_sgd(const RowSgd* problems, int64_t count, const Parallel& parallel);
 
 }  // namespace cpu
 
@@ -185,6 +298,11 @@ int gather(const Gather* problems, int64_t count, Stream stream);
 int bag_backward(const BagBackward* problems, int64_t count, Stream stream);
 int per_sample_backward(const PerSampleBackward* problems, int64_t count, Stream stream);
 int renorm(const Renorm* problems, int64_t count, Stream stream);
+int row_adam(const RowAdam* problems, int64_t count, Stream stream);
+int row_adam_catch_up(const RowAdamCatchUp* problems, int64_t count, Stream stream);
+int row_adagrad(const RowAdagrad* problems, int64_t count, Stream stream);
+int row_rowwise_adagrad(const RowRowwiseAdagrad* problems, int64_t count, Stream stream);
+int row_sgd(const RowSgd* problems, int64_t count, Stream stream);
 
 }  // namespace cuda
 

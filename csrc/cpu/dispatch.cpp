@@ -16,9 +16,21 @@ struct Level {
   Kernels kernels;
 };
 
-#define FE_TABLE(isa)                                                                                      \
-  {isa::check_bags,   isa::group_indices_scratch_bytes, isa::group_indices, isa::bag_forward, isa::gather, \
-   isa::bag_backward, isa::per_sample_backward,         isa::renorm}
+#define FE_TABLE(isa)                \
+  {isa::check_offsets,               \
+   isa::check_indices,               \
+   isa::group_indices_scratch_bytes, \
+   isa::group_indices,               \
+   isa::bag_forward,                 \
+   isa::gather,                      \
+   isa::bag_backward,                \
+   isa::per_sample_backward,         \
+   isa::renorm,                      \
+   isa::row_adam,                    \
+   isa::row_adam_catch_up,           \
+   isa::row_adagrad,                 \
+   isa::row_rowwise_adagrad,         \
+   isa::row_sgd}
 
 // Best first.
 #if FE_X86_LEVELS
@@ -66,8 +78,9 @@ void for_each(void (*kernel)(const Problem&, const Parallel&), const Problem* pr
 
 }  // namespace
 
-ErrorReport check_bags(const Bags& bags, const Parallel& parallel) {
-  return active().kernels.check_bags(bags, parallel);
+ErrorReport check_offsets(const Bags& bags) { return active().kernels.check_offsets(bags); }
+ErrorReport check_indices(const Bags& bags, const Parallel& parallel) {
+  return active().kernels.check_indices(bags, parallel);
 }
 int64_t group_indices_scratch_bytes(const Bags& bags, const Parallel& parallel) {
   return active().kernels.group_indices_scratch_bytes(bags, parallel);
@@ -89,6 +102,21 @@ void per_sample_backward(const PerSampleBackward* problems, int64_t count, const
 }
 void renorm(const Renorm* problems, int64_t count, const Parallel& parallel) {
   for_each(active().kernels.renorm, problems, count, parallel);
+}
+void row_adam(const RowAdam* problems, int64_t count, const Parallel& parallel) {
+  for_each(active().kernels.row_adam, problems, count, parallel);
+}
+void row_adam_catch_up(const RowAdamCatchUp* problems, int64_t count, const Parallel& parallel) {
+  for_each(active().kernels.row_adam_catch_up, problems, count, parallel);
+}
+void row_adagrad(const RowAdagrad* problems, int64_t count, const Parallel& parallel) {
+  for_each(active().kernels.row_adagrad, problems, count, parallel);
+}
+void row_rowwise_adagrad(const RowRowwiseAdagrad* problems, int64_t count, const Parallel& parallel) {
+  for_each(active().kernels.row_rowwise_adagrad, problems, count, parallel);
+}
+void row_sgd(const RowSgd* problems, int64_t count, const Parallel& parallel) {
+  for_each(active().kernels.row_sgd, problems, count, parallel);
 }
 
 }  // namespace fastemb::cpu

@@ -7,7 +7,8 @@
 namespace fastemb::cpu {
 
 struct Kernels {
-  ErrorReport (*check_bags)(const Bags&, const Parallel&);
+  ErrorReport (*check_offsets)(const Bags&);
+  ErrorReport (*check_indices)(const Bags&, const Parallel&);
   int64_t (*group_indices_scratch_bytes)(const Bags&, const Parallel&);
   void (*group_indices)(const GroupIndices&, const Parallel&);
   void (*bag_forward)(const BagForward&, const Parallel&);
@@ -15,11 +16,17 @@ struct Kernels {
   void (*bag_backward)(const BagBackward&, const Parallel&);
   void (*per_sample_backward)(const PerSampleBackward&, const Parallel&);
   void (*renorm)(const Renorm&, const Parallel&);
+  void (*row_adam)(const RowAdam&, const Parallel&);
+  void (*row_adam_catch_up)(const RowAdamCatchUp&, const Parallel&);
+  void (*row_adagrad)(const RowAdagrad&, const Parallel&);
+  void (*row_rowwise_adagrad)(const RowRowwiseAdagrad&, const Parallel&);
+  void (*row_sgd)(const RowSgd&, const Parallel&);
 };
 
 #define FE_DECLARE_KERNELS(isa)                                        \
   namespace isa {                                                      \
-  ErrorReport check_bags(const Bags&, const Parallel&);                \
+  ErrorReport check_offsets(const Bags&);                              \
+  ErrorReport check_indices(const Bags&, const Parallel&);             \
   int64_t group_indices_scratch_bytes(const Bags&, const Parallel&);   \
   void group_indices(const GroupIndices&, const Parallel&);            \
   void bag_forward(const BagForward&, const Parallel&);                \
@@ -27,6 +34,11 @@ struct Kernels {
   void bag_backward(const BagBackward&, const Parallel&);              \
   void per_sample_backward(const PerSampleBackward&, const Parallel&); \
   void renorm(const Renorm&, const Parallel&);                         \
+  void row_adam(const RowAdam&, const Parallel&);                      \
+  void row_adam_catch_up(const RowAdamCatchUp&, const Parallel&);      \
+  void row_adagrad(const RowAdagrad&, const Parallel&);                \
+  void row_rowwise_adagrad(const RowRowwiseAdagrad&, const Parallel&); \
+  void row_sgd(const RowSgd&, const Parallel&);                        \
   }
 
 FE_DECLARE_KERNELS(baseline)

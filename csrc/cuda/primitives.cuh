@@ -1,4 +1,4 @@
-// What the kernels are made of: rounded arithmetic, vector loads and stores, folds across lanes, error reports.
+// What the kernels are made of: rounded arithmetic, vector loads and stores, exchanges across lanes, error reports.
 // The only file that names intrinsics.
 #pragma once
 
@@ -48,6 +48,26 @@ FE_DEVICE float widen(f16 x) {
 FE_DEVICE float widen(bf16 x) { return to_acc(x); }
 FE_DEVICE float widen(float x) { return x; }
 FE_DEVICE double widen(double x) { return x; }
+
+// FromAcc<T> by the hardware's conversion, without a branch: the same bits but for the payload of a NaN.
+template <typename T, typename A>
+FE_DEVICE T narrow(A x) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (std::is_same_v<T, f16> && std::is_same_v<A, float>) {
+    f16 y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+  }
+#if __CUDA_ARCH__ >= 800
+  if constexpr (std::is_same_v<T, bf16> && std::is_same_v<A, float>) {
+    bf16 y;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+  }
+#endif
+#endif
+  return FromAcc<T>::convert(x);
+}
 
 // ---- loads and stores --------------------------------------------------------------------------------------------
 
@@ -137,7 +157,7 @@ template <typename T, int V, typename A>
 FE_DEVICE void store_rounded(void* base, int64_t at, const A (&x)[V]) {
   Vec<T, V> y;
 #pragma unroll
-  for (int v = 0; v < V; ++v) y.item[v] = FromAcc<T>::convert(x[v]);
+  for (int v = 0; v < V; ++v) y.item[v] = narrow<T>(x[v]);
   store<V>(static_cast<T*>(base) + at, y);
 }
 
@@ -180,11 +200,19 @@ FE_DEVICE int64_t exchange(int64_t x, int distance) {
   return __shfl_xor_sync(kAllLanes, static_cast<long long>(x), distance);
 }
 
+// What lane `source` of the warp has; every lane takes part.
+FE_DEVICE float broadcast(float x, int source) { return __shfl_sync(kAllLanes, x, source); }
+FE_DEVICE double broadcast(double x, int source) { return __shfl_sync(kAllLanes, x, source); }
+FE_DEVICE int64_t broadcast(int64_t x, int source) { return __shfl_sync(kAllLanes, static_cast<long long>(x), source); }
+
 // Sum over the lanes of a warp; every lane takes part and receives it.
 FE_DEVICE int64_t warp_sum(int64_t x) {
   for (int distance = kWarp / 2; distance > 0; distance /= 2) x += exchange(x, distance);
   return x;
 }
+
+// All threads of the block have come here, and see what the others wrote before.
+FE_DEVICE void block_barrier() { __syncthreads(); }
 
 // ---- errors ------------------------------------------------------------------------------------------------------
 

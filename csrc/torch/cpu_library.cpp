@@ -4,6 +4,7 @@
 
 #include "torch/cpu_buffers.h"
 #include "torch/operators.h"
+#include "torch/row_operators.h"
 
 namespace fastemb {
 namespace {
@@ -24,12 +25,14 @@ struct CpuBackend {
   CpuBackend(const CpuBackend&) = delete;
   CpuBackend& operator=(const CpuBackend&) = delete;
 
+  void check_offsets(const Bags& bags) const { raise_if_bad(cpu::check_offsets(bags), bags); }
+
   void check(const Bags& bags) const {
-    const ErrorReport report = cpu::check_bags(bags, parallel);
-    if (report.code != ErrorReport::none) raise(op, report, &bags, table);
+    check_offsets(bags);
+    raise_if_bad(cpu::check_indices(bags, parallel), bags);
   }
 
-  ErrorReport* error() const { return nullptr; }
+  ErrorReport* error() { return &report; }
 
   Tensor empty(const std::vector<int64_t>& sizes, ScalarType type) const {
     std::vector<int64_t> strides(sizes.size());
@@ -60,10 +63,18 @@ struct CpuBackend {
   }
 
   void gather(const Gather& problem) const { cpu::gather(&problem, 1, parallel); }
-  void bag_forward(const BagForward& problem) const { cpu::bag_forward(&problem, 1, parallel); }
+  void bag_forward(const BagForward& problem) const {
+    cpu::bag_forward(&problem, 1, parallel);
+    raise_if_bad(report, problem.bags);
+  }
   void bag_backward(const BagBackward& problem) const { cpu::bag_backward(&problem, 1, parallel); }
   void per_sample_backward(const PerSampleBackward& problem) const { cpu::per_sample_backward(&problem, 1, parallel); }
   void renorm(const Renorm& problem) const { cpu::renorm(&problem, 1, parallel); }
+  void row_adam(const RowAdam& problem) const { cpu::row_adam(&problem, 1, parallel); }
+  void row_adam_catch_up(const RowAdamCatchUp& problem) const { cpu::row_adam_catch_up(&problem, 1, parallel); }
+  void row_adagrad(const RowAdagrad& problem) const { cpu::row_adagrad(&problem, 1, parallel); }
+  void row_rowwise_adagrad(const RowRowwiseAdagrad& problem) const { cpu::row_rowwise_adagrad(&problem, 1, parallel); }
+  void row_sgd(const RowSgd& problem) const { cpu::row_sgd(&problem, 1, parallel); }
   void group_indices(GroupIndices problem) {
     problem.scratch_bytes = cpu::group_indices_scratch_bytes(problem.bags, parallel);
     problem.scratch = scratch(problem.scratch_bytes);
@@ -71,6 +82,10 @@ struct CpuBackend {
   }
 
  private:
+  void raise_if_bad(const ErrorReport& found, const Bags& bags) const {
+    if (found.code != ErrorReport::none) raise(op, found, &bags, table);
+  }
+
   static int64_t element_bytes(ScalarType type) {
     switch (type) {
       case ScalarType::Half:
@@ -85,11 +100,13 @@ struct CpuBackend {
   const std::string& table;
   torch::stable::Device device;
   cpu::Parallel parallel;
+  ErrorReport report{};
   std::vector<void*> buffers;
 };
 
 }  // namespace
 
 FE_REGISTER_OPERATORS(CPU, CpuBackend)
+FE_REGISTER_ROW_OPERATORS(CPU, CpuBackend)
 
 }  // namespace fastemb

@@ -13,6 +13,7 @@
 
 #include "torch/cuda_errors.h"
 #include "torch/operators.h"
+#include "torch/row_operators.h"
 
 namespace fastemb {
 namespace {
@@ -41,6 +42,7 @@ struct CudaBackend {
 
   // The kernels check what they read.
   void check(const Bags&) const {}
+  void check_offsets(const Bags&) const {}
 
   ErrorReport* error() { return reports.report_for(op, table); }
 
@@ -67,6 +69,11 @@ struct CudaBackend {
   void bag_forward(const BagForward& problem) { finish(cuda::bag_forward(&problem, 1, stream)); }
   void bag_backward(const BagBackward& problem) { finish(cuda::bag_backward(&problem, 1, stream)); }
   void renorm(const Renorm& problem) { finish(cuda::renorm(&problem, 1, stream)); }
+  void row_adam(const RowAdam& problem) { finish(cuda::row_adam(&problem, 1, stream)); }
+  void row_adam_catch_up(const RowAdamCatchUp& problem) { finish(cuda::row_adam_catch_up(&problem, 1, stream)); }
+  void row_adagrad(const RowAdagrad& problem) { finish(cuda::row_adagrad(&problem, 1, stream)); }
+  void row_rowwise_adagrad(const RowRowwiseAdagrad& problem) { finish(cuda::row_rowwise_adagrad(&problem, 1, stream)); }
+  void row_sgd(const RowSgd& problem) { finish(cuda::row_sgd(&problem, 1, stream)); }
 
   void per_sample_backward(PerSampleBackward problem) {
     const int64_t acc_bytes = problem.weight_type == DType::f64 ? 8 : 4;
@@ -112,6 +119,7 @@ void check_errors(Tensor probe) {
 }  // namespace
 
 FE_REGISTER_OPERATORS(CUDA, CudaBackend)
+FE_REGISTER_ROW_OPERATORS(CUDA, CudaBackend)
 
 STABLE_TORCH_LIBRARY_IMPL(fastemb, CUDA, m) { m.impl("check_errors", TORCH_BOX(&check_errors)); }
 

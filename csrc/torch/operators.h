@@ -3,9 +3,11 @@
 //
 // A Backend is made once per call and owns what differs between devices:
 //   Backend(op, like, table)       device guard; raises an error pending from an earlier call
-//   check(bags)                    raises for bad ids or offsets before anything is written (CUDA: nothing, kernels
-//   report) error()                        where kernels report, or null empty(sizes, type)             an output;
-//   zeros(sizes, type) dense_gradient(sizes, type)    zeroed, unless the device's kernel writes the zeros itself
+//   check(bags)                    raises for bad ids or offsets before anything is written (CUDA: kernels report)
+//   check_offsets(bags)            the same for offsets alone, before a kernel that reports bad ids
+//   error()                        where kernels report
+//   empty(sizes, type)             an output; zeros(sizes, type)
+//   dense_gradient(sizes, type)    zeroed, unless the device's kernel writes the zeros itself
 //   scratch(bytes)                 memory that lives as long as the Backend
 //   bag_forward(problem), ...      launches
 #pragma once
@@ -49,7 +51,7 @@ struct Operators {
     require_table(op, weight);
     Backend backend(op, weight, table);
     const BagTensors tensors(op, indices, offsets, weight.size(0), padding_idx, include_last_offset);
-    backend.check(tensors.bags);
+    backend.check_offsets(tensors.bags);
     const Tensor rows = with_whole_rows(weight);
     const OptionalTensor samples = per_sample(op, per_sample_weights, indices);
     BagForward problem{};

@@ -1,0 +1,190 @@
+// What all steps of rows share: pieces of work, the parameter with its master, gradients in acc.
+#pragma once
+
+#include "common/stochastic.h"
+#include "cpu/row_math.h"
+#include "cpu/rows.h"
+
+namespace fastemb::cpu::FE_ISA {
+
+inline constexpr int64_t kPiece = 4096;     // columns of a wide row that are one piece of work
+inline constexpr int64_t kRowsAhead = 16;   // prefetched; 2 is slower, 12 to 48 are alike
+inline constexpr int64_t kGrain = 1 << 14;  // elements that are worth a thread
+
+enum class Store { plain, master, stochastic };
+
+// Whole vectors, and the part of one at the end of a row.
+struct Whole {
+  template <typename T>
+  Vec<typename AccOf<T>::type> load(const T* p) const {
+    return FE_ISA::load(p);
+  }
+  template <typename T, typename V>
+  void store(T* p, V v) const {
+    FE_ISA::store(p, v);
+  }
+};
+struct Part {
+  int64_t n;
+
+  template <typename T>
+  Vec<typename AccOf<T>::type> load(const T* p) const {
+    return load_part<typename AccOf<T>::type>(p, n);
+  }
+  template <typename T, typename V>
+  void store(T* p, V v) const {
+    store_part(p, v, n);
+  }
+};
+
+// for_vectors(n, f): f(Whole, d) for each whole vector of n columns, then f(Part, d).
+template <typename A, typename F>
+FE_FUNCTION void for_vectors(int64_t n, const F& f) {
+  constexpr int64_t L = kLanes<A>;
+  int64_t d = 0;
+  for (; d + L <= n; d += L) f(Whole{}, d);
+  if (d < n) f(Part{n - d}, d);
+}
+
+// The parameter of one piece of a row.
+template <typename T, Store kStore>
+struct Target {
+  using A = typename AccOf<T>::type;
+  T* param;
+  A* master;
+  A* unrounded;  // stochastic: values on their way to be rounded
+
+  template <typename Access>
+  FE_FUNCTION Vec<A> load(const Target& at, const Access& access, int64_t d) {
+    const Vec<A> own = access.load(at.param + d);
+    if constexpr (kStore == Store::master) {
+      // fp16 and bf16 widen to different floats unless they are the same bits.
+      const Vec<A> kept = access.load(at.master + d);
+      const auto same = (IntVec<A>)widened(T{}, rounded(T{}, kept)) == (IntVec<A>)own;
+      return (Vec<A>)((same & (IntVec<A>)kept) | (~same & (IntVec<A>)own));
+    }
+    return own;
+  }
+
+  template <typename Access>
+  FE_FUNCTION void store(const Target& at, const Access& access, int64_t d, Vec<A> value) {
+    if constexpr (kStore == Store::stochastic) {
+      access.store(at.unrounded + d, value);
+    } else {
+      if constexpr (kStore == Store::master) access.store(at.master + d, value);
+      access.store(at.param + d, value);
+    }
+  }
+};
+
+// The piece's gradient in acc, where it lies or converted into `buffer`.
+template <typename A>
+FE_FUNCTION const A* gradient_in_acc(const RowStep& p, int64_t first, int64_t n, A* buffer) {
+  const auto convert = [&](auto type) {
+    const auto* from = static_cast<const decltype(type)*>(p.grad) + first;
+    for_vectors<float>(
+        n, [&](auto access, int64_t d) { access.store(reinterpret_cast<float*>(buffer) + d, access.load(from + d)); });
+    return static_cast<const A*>(buffer);
+  };
+  if (p.grad_type == DType::f16) return convert(f16{});
+  if (p.grad_type == DType::bf16) return convert(bf16{});
+  return static_cast<const A*>(p.grad) + first;
+}
+
+template <typename A>
+struct Buffers {
+  explicit Buffers(int64_t columns) : grad(columns), unrounded(columns) {}
+  Scratch<A> grad, unrounded;
+};
+
+// Where a piece lies: columns [column, column + n) of gradient row k, table row `row`.
+struct Piece {
+  int64_t k, row, column, n;
+};
+
+// body(piece) for every piece of the rows that count, shared out to threads. Pieces are whole rows when `whole`.
+template <typename A, typename Prefetch, typename Body>
+void for_pieces(const RowStep& p, bool whole, const Parallel& parallel, const Prefetch& prefetch, const Body& body) {
+  if (skipped(p) || p.dim == 0) return;
+  int64_t used = p.num_rows;
+  if (p.used_rows != nullptr && *p.used_rows < used) used = *p.used_rows;
+  const int64_t width = whole || p.dim < kPiece ? p.dim : kPiece;
+  const int64_t per_row = (p.dim + width - 1) / width;
+  parallel_ranges(parallel, used * per_row, kGrain / width + 1, [&](int64_t begin, int64_t end) {
+    Buffers<A> buffers(width);
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t k = i / per_row;
+      const int64_t column = (i - k * per_row) * width;
+      if (per_row == 1 && k + kRowsAhead < used) {
+        const int64_t ahead = p.rows == nullptr ? k + kRowsAhead : p.rows[k + kRowsAhead];
+        if (ahead >= 0 && ahead < p.num_embeddings) prefetch(ahead);
+      }
+      const int64_t row = p.rows == nullptr ? k : p.rows[k];
+      if (row < 0 || row >= p.num_embeddings) continue;
+      body(Piece{k, row, column, p.dim - column < width ? p.dim - column : width}, buffers);
+    }
+  });
+}
+
+template <typename T>
+FE_FUNCTION T* row_of(const RowStep& p, int64_t row) {
+  return static_cast<T*>(p.param) + row * p.param_stride;
+}
+
+template <typename E>
+FE_FUNCTION E* state_of(const RowStep& p, void* state, const Piece& at) {
+  return state == nullptr ? nullptr : static_cast<E*>(state) + at.row * p.dim + at.column;
+}
+
+// One piece: `rule` makes the gradient, update(access, d, grad, param) the new parameter.
+template <typename T, Store kStore, typename A, typename Update>
+FE_FUNCTION void step_piece(const RowStep& p, const GradientRule<A>& rule, const Piece& at, const A* grad, A* unrounded,
+                            const Update& update) {
+  using Place = Target<T, kStore>;
+  const Place target{row_of<T>(p, at.row) + at.column, state_of<A>(p, p.master, at), unrounded};
+  for_vectors<A>(at.n, [&](auto access, int64_t d) {
+    const Vec<A> param = Place::load(target, access, d);
+    const Vec<A> g = GradientRule<A>::apply(rule, access.load(grad + d), param);
+    Place::store(target, access, d, update(access, d, g, param));
+  });
+  if constexpr (kStore == Store::stochastic) {
+    const uint64_t key = row_key(p.seed, step_number(p), at.row);
+    for (int64_t d = 0; d < at.n; ++d) {
+      target.param[d] = round_stochastic(T{}, unrounded[d], random_bits(key, at.column + d));
+    }
+  }
+}
+
+FE_FUNCTION void prefetch_state(const RowStep& p, const void* state, int64_t row, int64_t element_bytes) {
+  if (state == nullptr) return;
+  prefetch_row(static_cast<const char*>(state) + row * p.dim * element_bytes, p.dim * element_bytes);
+}
+
+template <typename T, typename A>
+FE_FUNCTION void prefetch_param(const RowStep& p, int64_t row) {
+  prefetch_row(row_of<T>(p, row), p.dim * static_cast<int64_t>(sizeof(T)));
+  prefetch_state(p, p.master, row, sizeof(A));
+}
+
+// f(type, store) for the parameter's type and the way it is stored. fp32 and fp64 have nothing to round.
+template <Store kStore>
+struct StoreTag {
+  static constexpr Store value = kStore;
+};
+
+template <typename F>
+void with_store(const RowStep& p, const F& f) {
+  with_type(p.param_type, [&](auto type) {
+    if constexpr (sizeof(type) > 2) {
+      f(type, StoreTag<Store::plain>{});
+    } else if (p.master != nullptr) {
+      f(type, StoreTag<Store::master>{});
+    } else if (p.stochastic) {
+      f(type, StoreTag<Store::stochastic>{});
+    } else {
+      f(type, StoreTag<Store::plain>{});
+    }
+  });
+}
+
+}  // namespace fastemb::cpu::FE_ISA

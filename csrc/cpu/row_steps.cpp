@@ -1,0 +1,157 @@
+// Optimizer steps of rows on the CPU. A row, or a piece of a wide one, is updated by one thread; nothing that one
+// element computes depends on another (the row-wise sum excepted, which is a dot of ops.h).
+#include "cpu/dot.h"
+#include "cpu/kernels.h"
+#include "cpu/row_pieces.h"
+
+namespace fastemb::cpu::FE_ISA {
+namespace {
+
+// ---- Adam ----
+
+template <typename T, Store kStore, typename M>
+void adam(const RowAdam& p, const Parallel& parallel) {
+  using A = typename AccOf<T>::type;
+  const RowStep& step = p.rows;
+  const auto gradient = GradientRule<A>::make(step, p.decoupled);
+  const int64_t t = step_number(step);
+  const auto common = AdamRule<A>::make(p, t, 1);
+  const bool per_row = p.row_step != nullptr || p.row_count != nullptr;
+  const auto prefetch = [&](int64_t row) {
+    prefetch_param<T, A>(step, row);
+    prefetch_state(step, p.exp_avg, row, sizeof(M));
+    prefetch_state(step, p.exp_avg_sq, row, sizeof(M));
+    prefetch_state(step, p.max_exp_avg_sq, row, sizeof(M));
+  };
+  for_pieces<A>(step, per_row, parallel, prefetch, [&](const Piece& at, Buffers<A>& buffers) {
+    AdamRule<A> rule = common;
+    if (per_row) {
+      int64_t slept = 1, updates = t;
+      if (p.row_step != nullptr) {
+        slept = t - p.row_step[at.row];
+        p.row_step[at.row] = static_cast<int32_t>(t);
+      }
+      if (p.row_count != nullptr) updates = ++p.row_count[at.row];
+      if (slept != 1 || updates != t) rule = AdamRule<A>::make(p, updates, slept);
+    }
+    M* exp_avg = state_of<M>(step, p.exp_avg, at);
+    M* exp_avg_sq = state_of<M>(step, p.exp_avg_sq, at);
+    M* largest = state_of<M>(step, p.max_exp_avg_sq, at);
+    const A* grad = gradient_in_acc(step, at.k * step.dim + at.column, at.n, buffers.grad.data);
+    step_piece<T, kStore, A>(step, gradient, at, grad, buffers.unrounded.data,
+                             [&](auto access, int64_t d, Vec<A> g, Vec<A> param) {
+                               Vec<A> m = access.load(exp_avg + d), v = access.load(exp_avg_sq + d), u = {};
+                               if (largest != nullptr) u = access.load(largest + d);
+                               param = AdamRule<A>::apply(rule, g, param, m, v, largest == nullptr ? nullptr : &u);
+                               access.store(exp_avg + d, m);
+                               access.store(exp_avg_sq + d, v);
+                               if (largest != nullptr) access.store(largest + d, u);
+                               return param;
+                             });
+  });
+}
+
+// ---- Adagrad, SGD ----
+
+template <typename T, Store kStore>
+void adagrad(const RowAdagrad& p, const Parallel& parallel) {
+  using A = typename AccOf<T>::type;
+  const RowStep& step = p.rows;
+  const auto gradient = GradientRule<A>::make(step, false);
+  const auto rule = AdagradRule<A>::make(p);
+  const auto prefetch = [&](int64_t row) {
+    prefetch_param<T, A>(step, row);
+    prefetch_state(step, p.sum, row, sizeof(A));
+  };
+  for_pieces<A>(step, false, parallel, prefetch, [&](const Piece& at, Buffers<A>& buffers) {
+    A* sums = state_of<A>(step, p.sum, at);
+    const A* grad = gradient_in_acc(step, at.k * step.dim + at.column, at.n, buffers.grad.data);
+    step_piece<T, kStore, A>(step, gradient, at, grad, buffers.unrounded.data,
+                             [&](auto access, int64_t d, Vec<A> g, Vec<A> param) {
+                               Vec<A> sum = access.load(sums + d);
+                               param = AdagradRule<A>::apply(rule, g, param, sum);
+                               access.store(sums + d, sum);
+                               return param;
+                             });
+  });
+}
+
+template <typename T, Store kStore>
+void rowwise_adagrad(const RowRowwiseAdagrad& p, const Parallel& parallel) {
+  using A = typename AccOf<T>::type;
+  using Place = Target<T, kStore>;
+  const RowStep& step = p.rows;
+  const auto gradient = GradientRule<A>::make(step, false);
+  const GradientRule<A> as_is{};
+  const auto rule = AdagradRule<A>::make(p);
+  A* sums = static_cast<A*>(p.sum);
+  const auto prefetch = [&](int64_t row) {
+    prefetch_param<T, A>(step, row);
+    FE_ISA::prefetch(sums + row);
+  };
+  for_pieces<A>(step, true, parallel, prefetch, [&](const Piece& at, Buffers<A>& buffers) {
+    const Place target{row_of<T>(step, at.row), state_of<A>(step, step.master, at), nullptr};
+    const A* grad = gradient_in_acc(step, at.k * step.dim, at.n, buffers.grad.data);
+    A* finished = buffers.grad.data;
+    for_vectors<A>(at.n, [&](auto access, int64_t d) {
+      access.store(finished + d,
+                   GradientRule<A>::apply(gradient, access.load(grad + d), Place::load(target, access, d)));
+    });
+    sums[at.row] += dot(finished, finished, at.n) / static_cast<A>(step.dim);
+    const A rate = AdagradRule<A>::row_rate(rule, sums[at.row]);
+    step_piece<T, kStore, A>(step, as_is, at, finished, buffers.unrounded.data,
+                             [&](auto, int64_t, Vec<A> g, Vec<A> param) { return param - g * rate; });
+  });
+}
+
+template <typename T, Store kStore>
+void sgd(const RowSgd& p, const Parallel& parallel) {
+  using A = typename AccOf<T>::type;
+  const RowStep& step = p.rows;
+  const auto gradient = GradientRule<A>::make(step, false);
+  const auto rule = SgdRule<A>::make(p);
+  const auto prefetch = [&](int64_t row) {
+    prefetch_param<T, A>(step, row);
+    prefetch_state(step, p.momentum_buffer, row, sizeof(A));
+  };
+  for_pieces<A>(step, false, parallel, prefetch, [&](const Piece& at, Buffers<A>& buffers) {
+    A* buffer = state_of<A>(step, p.momentum_buffer, at);
+    const A* grad = gradient_in_acc(step, at.k * step.dim + at.column, at.n, buffers.grad.data);
+    step_piece<T, kStore, A>(step, gradient, at, grad, buffers.unrounded.data,
+                             [&](auto access, int64_t d, Vec<A> g, Vec<A> param) {
+                               if (buffer == nullptr) return SgdRule<A>::apply(rule, g, param, (Vec<A>*)nullptr);
+                               Vec<A> b = access.load(buffer + d);
+                               param = SgdRule<A>::apply(rule, g, param, &b);
+                               access.store(buffer + d, b);
+                               return param;
+                             });
+  });
+}
+
+}  // namespace
+
+void row_adam(const RowAdam& p, const Parallel& parallel) {
+  with_store(p.rows, [&](auto type, auto store) {
+    using T = decltype(type);
+    if (p.moment_type == DType::bf16) {
+      if constexpr (sizeof(T) <= 4) adam<T, decltype(store)::value, bf16>(p, parallel);
+    } else {
+      adam<T, decltype(store)::value, typename AccOf<T>::type>(p, parallel);
+    }
+  });
+}
+
+void row_adagrad(const RowAdagrad& p, const Parallel& parallel) {
+  with_store(p.rows, [&](auto type, auto store) { adagrad<decltype(type), decltype(store)::value>(p, parallel); });
+}
+
+void row_rowwise_adagrad(const RowRowwiseAdagrad& p, const Parallel& parallel) {
+  with_store(p.rows,
+             [&](auto type, auto store) { rowwise_adagrad<decltype(type), decltype(store)::value>(p, parallel); });
+}
+
+void row_sgd(const RowSgd& p, const Parallel& parallel) {
+  with_store(p.rows, [&](auto type, auto store) { sgd<decltype(type), decltype(store)::value>(p, parallel); });
+}
+
+}  // namespace fastemb::cpu::FE_ISA
