@@ -1,8 +1,8 @@
 """Functions with the signatures of `torch.nn.functional`, validated, over every backend.
 
-The only callers of ``torch.ops.fastemb``. What depends on the values of ids and offsets is checked
-by the operators themselves: on the CPU before anything is written (`IndexError`, `ValueError`); on
-CUDA without a host sync, raised by a later call (see `fastemb.check_errors`).
+The only callers of the lookups in ``torch.ops.fastemb``. What depends on the values of ids and
+offsets is checked by the operators themselves: on the CPU before anything is written (`IndexError`,
+`ValueError`); on CUDA without a host sync, raised by a later call (see `fastemb.check_errors`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from torch import Tensor
 from torch._C import _functorch
 from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
-from fastemb import (
-    _ops,  # noqa: F401  (defines torch.ops.fastemb)
-    _reference,
-)
+from fastemb import _ops, _reference
 
 __all__ = ["embedding", "embedding_bag"]
 
@@ -80,7 +78,8 @@ def embedding(
             return _embedding_outside_graph(*args)
         if weight.dtype in _LOW_PRECISION:
             _warn_of_rounded_gradient()
-    return torch.ops.fastemb.embedding(*args)
+    lookup = _ops.embedding if _is_plain(weight) else torch.ops.fastemb.embedding
+    return lookup(*args)
 
 
 def embedding_bag(
@@ -154,7 +153,8 @@ def embedding_bag(
             return _embedding_bag_outside_graph(*args)
         if weight.dtype in _LOW_PRECISION:
             _warn_of_rounded_gradient()
-    return torch.ops.fastemb.embedding_bag(*args)[0]
+    lookup = _ops.embedding_bag if _is_plain(weight) else torch.ops.fastemb.embedding_bag
+    return lookup(*args)[0]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -165,6 +165,16 @@ def embedding_bag(
 def _is_traced(tensor: Tensor) -> bool:
     """Whether shapes and values are not to be looked at: in a compiler, or fake."""
     return torch.compiler.is_compiling() or type(tensor) is not Tensor
+
+
+def _is_plain(weight: Tensor) -> bool:
+    """Whether nothing stands above autograd that would have to see the operator itself."""
+    return (
+        type(weight) in (Tensor, Parameter)
+        and not torch.compiler.is_compiling()
+        and torch._C._get_tracing_state() is None
+        and _functorch.peek_interpreter_stack() is None
+    )
 
 
 def _got(tensor: Tensor) -> str:
