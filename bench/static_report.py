@@ -2,9 +2,10 @@
 
 For each kernel instance and architecture: registers, spilled bytes, shared memory, theoretical
 occupancy (warps in flight of those the SM holds, from registers, threads and shared memory), the
-widest load from global memory in its PTX, and, for the bag's kernels, the bytes that a reference
-problem has to move. Exits with 1 when a kernel spills registers or when a kernel built for 16-byte
-vectors has no 16-byte load.
+widest load from global memory in its PTX, and the bytes that a reference problem has to move (for
+the row optimizers: every position a row, with FP32 gradients, and FP32 masters for 16-bit
+parameters; for catching up: every position a row that sleeps). Exits with 1 when a kernel spills
+registers or when a kernel built for 16-byte vectors has no 16-byte load.
 
     python bench/static_report.py [--arch 80 90 100]
 """
@@ -65,9 +66,9 @@ class Kernel:
     @property
     def vector(self) -> bool:
         """Whether this instance was made for 16-byte accesses."""
-        if self.name.startswith(("per_sample_kernel", "renorm_kernel")):
+        if self.name.startswith(("per_sample_kernel", "renorm_kernel", "rowwise_")):
             return self.arguments[-1] == "true"
-        if self.name.startswith(("bag_", "gather_", "short_", "long_")):
+        if self.name.startswith(("bag_", "gather_", "short_", "long_", "row_step_", "adam_")):
             return self.arguments[-1] != "1"
         return False
 
@@ -103,6 +104,19 @@ class Kernel:
             return rows + positions * dim * acc + positions * (8 + acc)
         if kind == "renorm_kernel":
             return 2 * rows + positions * 8
+        if kind in ("row_step_kernel", "rowwise_adagrad_kernel", "adam_catch_up_kernel"):
+            elements = positions * dim
+            master = 2 * elements * acc if element == 2 else 0
+            other = elements * acc  # the gradient
+            if kind == "rowwise_adagrad_kernel":
+                state = 2 * positions * acc
+            elif kind == "adam_catch_up_kernel" or "AdamStep" in self.arguments:
+                state = 2 * 2 * elements * ELEMENT_BYTES[self.arguments[1]]
+            else:
+                state = 2 * elements * acc
+            if kind == "adam_catch_up_kernel":
+                other = 2 * positions * 4  # row_step
+            return 2 * rows + master + state + other + positions * 8
         return None
 
 

@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 
 from fastemb._convert_report import ConvertedTable, Report, display, short
 from fastemb._memory import advise_huge_pages
+from fastemb._sleeping import wake_all
 from fastemb.functional import TABLE_DTYPES
 from fastemb.nn import Embedding, EmbeddingBag
 from fastemb.nn._table import Table, check_table_dtype, keep_full_gradients
@@ -161,6 +162,7 @@ def revert(model: nn.Module, *, skip: Skip = ()) -> Report:
             continue
         before = module.weight.dtype if shares[name] is None else _old(rows, shares[name])
         origin = origins[name]
+        wake_all(module.weight)
         _set_dtype(module.weight, origin.dtype)
         module.__class__ = origin.kind
         module.sparse = origin.sparse
@@ -368,6 +370,7 @@ def _convert_one(
     advised: set[int],
 ) -> ConvertedTable:
     new = not isinstance(module, Table)
+    wake_all(module.weight)
     if new:
         setattr(module, _ORIGIN, _Origin(type(module), before, module.sparse))
         module.__class__ = _OURS[_base(module)]

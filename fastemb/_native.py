@@ -1,7 +1,7 @@
 """Chooses, once at import, which kernels serve CPU and CUDA tensors.
 
-``fastemb/_ops.py`` defines the operators and registers the reference for every device; `load`
-registers the faster kernels over it:
+``fastemb/_ops.py`` and ``fastemb/_row_ops.py`` define the operators and register the reference for
+every device; `load` registers the faster kernels over it:
 
 - CPU tensors: ``_C.so`` where it was built;
 - CUDA tensors: ``_C_cuda.so`` where it was built, else Triton where it is installed.
@@ -20,7 +20,7 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from fastemb import _library, _reference
+from fastemb import _library
 from fastemb._library import IncompatibleLibraryError, NotBuiltError
 
 BACKENDS = ("cpu", "cuda", "triton", "reference")
@@ -42,7 +42,8 @@ class _State:
     """What `load` found and did."""
 
     def __init__(self) -> None:
-        self.operators: tuple[str, ...] = ()
+        # name -> reference kernel, of every operator that has kernels
+        self.operators: Kernels = {}
         self.forced: str | None = None
         # name -> "loaded", or why not
         self.status: dict[str, str] = {}
@@ -58,11 +59,12 @@ class _State:
 _state: _State | None = None
 
 
-def load(operators: Iterable[str]) -> None:
+def load(operators: Mapping[str, Callable[..., Any]]) -> None:
     """Load libraries and register kernels; further calls do nothing.
 
     Args:
-        operators: names of the operators in ``torch.ops.fastemb`` that have kernels.
+        operators: the operators in ``torch.ops.fastemb`` that have kernels, each with its
+            reference kernel.
 
     Raises:
         NotBuiltError: ``FASTEMB_BACKEND`` names a backend that cannot be had.
@@ -73,7 +75,7 @@ def load(operators: Iterable[str]) -> None:
     if _state is not None:
         return
     state = _State()
-    state.operators = tuple(operators)
+    state.operators = dict(operators)
     try:
         _load(state)
     except (ImportError, ValueError) as error:
@@ -219,7 +221,7 @@ def backend(name: str) -> SimpleNamespace:
 
     Returns:
         A namespace with one function per operator that the backend implements, arguments as in
-        ``fastemb/_ops.py``, without autograd for triton and reference.
+        their schemas, without autograd for triton and reference.
 
     Raises:
         NotBuiltError: the backend cannot be had in this process.
@@ -229,7 +231,7 @@ def backend(name: str) -> SimpleNamespace:
     if name not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {name!r}")
     if name == "reference":
-        return SimpleNamespace(**{op: getattr(_reference, op) for op in state.operators})
+        return SimpleNamespace(**state.operators)
     if name == "triton":
         if state.triton is None:
             obstacle = _triton_obstacle()

@@ -8,16 +8,35 @@ what memory safety needs. The numerics are defined in ``csrc/ops.h``.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastemb import _reference
+from fastemb._autograd import register_autograd
+from fastemb._sleeping import TABLES, KeptTable
 
 LIBRARY = torch.library.Library("fastemb", "DEF")
 _ops = torch.ops.fastemb
+
+
+def define(schemas: Mapping[str, str], reference: ModuleType) -> dict[str, Callable[..., Any]]:
+    """Define operators; ``reference`` holds the kernel for any device under the same name.
+
+    Returns:
+        name -> reference kernel, what `_native.load` takes.
+    """
+    kernels = {name: getattr(reference, name) for name in schemas}
+    for name, schema in schemas.items():
+        LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        LIBRARY.impl(name, kernels[name], "CompositeExplicitAutograd")
+    return kernels
+
 
 SCHEMAS = {
     "embedding": (
@@ -50,9 +69,7 @@ SCHEMAS = {
     ),
 }
 
-for _name, _schema in SCHEMAS.items():
-    LIBRARY.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(_name, getattr(_reference, _name), "CompositeExplicitAutograd")
+OPERATORS = define(SCHEMAS, _reference)
 
 # Waits for the probe's device and raises what its kernels have reported (`fastemb.check_errors`);
 # only CUDA kernels defer their errors.
@@ -125,9 +142,7 @@ def _embedding_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, .
     return grad_weight, None, None, None, None, None, None
 
 
-torch.library.register_autograd(
-    "fastemb::embedding", _embedding_backward, setup_context=_embedding_setup, lib=LIBRARY
-)
+embedding = register_autograd(LIBRARY, "embedding", _embedding_backward, _embedding_setup)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -163,7 +178,7 @@ def _embedding_bag_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor
         ctx.scale_grad_by_freq,
         ctx.sparse,
         _,
-        _,
+        table,
     ) = options
     argmax = output[1]
     ctx.mark_non_differentiable(argmax)
@@ -171,12 +186,16 @@ def _embedding_bag_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor
     # The weight is kept only for the gradient that reads it, so that an optimizer may step in
     # between and the table is not pinned to the graph.
     needs_weight = per_sample_weights is not None and per_sample_weights.requires_grad
+    sleepers = TABLES.get(id(weight)) if needs_weight else None
+    ctx.kept = None
+    if sleepers is not None:
+        ctx.kept = KeptTable("embedding_bag", weight, sleepers, table)
     ctx.save_for_backward(
         indices,
         offsets,
         per_sample_weights,
         argmax if ctx.mode == "max" else None,
-        weight if needs_weight else None,
+        weight if needs_weight and sleepers is None else None,
     )
     _remember_table(ctx, weight)
 
@@ -207,7 +226,7 @@ def _embedding_bag_backward(
     if ctx.needs_input_grad[3]:
         grad_per_sample = _ops.embedding_bag_per_sample_weights_backward(
             grad.to(ctx.grad_dtype),
-            weight,
+            weight if ctx.kept is None else ctx.kept.unpack(),
             indices,
             offsets,
             ctx.mode,
@@ -217,11 +236,8 @@ def _embedding_bag_backward(
     return grad_weight, None, None, grad_per_sample, *[None] * 7
 
 
-torch.library.register_autograd(
-    "fastemb::embedding_bag",
-    _embedding_bag_backward,
-    setup_context=_embedding_bag_setup,
-    lib=LIBRARY,
+embedding_bag = register_autograd(
+    LIBRARY, "embedding_bag", _embedding_bag_backward, _embedding_bag_setup
 )
 
 
@@ -256,7 +272,10 @@ def _weight_gradient(
     else:
         # The number of distinct rows is data: reading it is the one host sync here.
         out_rows = int(num_rows.item())
-    values = _ops.embedding_bag_backward(
+    # No detour through the dispatcher when there is nothing to derive again.
+    below = not torch.is_grad_enabled() and _functorch.peek_interpreter_stack() is None
+    row_gradient = embedding_bag_backward if below else _ops.embedding_bag_backward
+    values = row_gradient(
         grad_output,
         indices,
         offsets,
@@ -434,11 +453,8 @@ def _winning_rows(indices: Tensor, offsets: Tensor | None, argmax: Tensor) -> Te
     return torch.where(argmax >= 0, row, -1)
 
 
-torch.library.register_autograd(
-    "fastemb::embedding_bag_backward",
-    _row_gradient_backward,
-    setup_context=_row_gradient_setup,
-    lib=LIBRARY,
+embedding_bag_backward = register_autograd(
+    LIBRARY, "embedding_bag_backward", _row_gradient_backward, _row_gradient_setup
 )
 
 
@@ -503,11 +519,8 @@ def _per_sample_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, 
     return grad_grad_output, grad_weight, None, None, None, None, None
 
 
-torch.library.register_autograd(
-    "fastemb::embedding_bag_per_sample_weights_backward",
-    _per_sample_backward,
-    setup_context=_per_sample_setup,
-    lib=LIBRARY,
+register_autograd(
+    LIBRARY, "embedding_bag_per_sample_weights_backward", _per_sample_backward, _per_sample_setup
 )
 
 

@@ -8,8 +8,6 @@ this file again on a build with AddressSanitizer and UBSan and another block siz
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from emu import backend as emu_backend
+from emu.sanitizer import run_sanitized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lookups import ROUNDING, Case, assert_same_bits, assert_within, cases, one_bag
@@ -360,43 +359,8 @@ def test_shim_poisons_shared_memory(emu: emu_backend.EmuBackend) -> None:
 # ---- sanitizers ---------------------------------------------------------------------------------
 
 
-def _preload() -> str | None:
-    """Libraries to load first: the sanitizer, and what it looks up ``__cxa_throw`` in."""
-    compiler = os.environ.get("CXX", "g++")
-    found = []
-    for name in ("libasan.so", "libstdc++.so.6"):
-        path = subprocess.run(
-            [compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        if not os.path.isabs(path):
-            return None
-        found.append(path)
-    return " ".join(found)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(SANITIZE, reason="this is the sanitized run")
 def test_sanitized() -> None:
-    libraries = _preload()
-    if libraries is None:
-        pytest.skip("the compiler has no AddressSanitizer")
-    # Built here: the compiler itself must not run under the preloaded sanitizer.
-    emu_backend.build(32, sanitize=True)
-    environment = {
-        **os.environ,
-        "FASTEMB_EMU_SANITIZE": "1",
-        "LD_PRELOAD": libraries,
-        "ASAN_OPTIONS": "detect_leaks=0",
-        "UBSAN_OPTIONS": "print_stacktrace=1",
-    }
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", __file__]
-    run = subprocess.run(
-        [*command, "-k", "not bits"],
-        cwd=Path(__file__).resolve().parent.parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-8000:]
+    run_sanitized(Path(__file__), "kernels", "-k", "not bits")

@@ -17,7 +17,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lazy_cases import LazyCase, lazy_cases, with_limits
+from lazy_cases import make as make_lazy
+from lazy_cases import with_special_values as with_special_moments
 from lookups import Case, assert_same_bits, cases, one_bag
+from row_cases import OPERATORS, RowCase, make, number, row_cases, with_special_values
 from torch import Tensor
 
 import fastemb
@@ -116,6 +120,71 @@ def test_renorm_bits(
     assert_same_bits(there.to("cpu").weight.contiguous(), want.contiguous())
 
 
+@examples
+@given(case=row_cases(largest=5000), special=st.one_of(st.none(), st.integers(0, 2**32)))
+def test_row_step_bits(
+    cuda: SimpleNamespace, cpu: SimpleNamespace, case: RowCase, special: int | None
+) -> None:
+    if special is not None:
+        case = with_special_values(case, special)
+    got, want = case.run(cuda, DEVICE), case.run(cpu)
+    assert got.keys() == want.keys()
+    for name, value in got.items():
+        assert_same_bits(value, want[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("op", OPERATORS)
+def test_row_step_bits_in_whole_words(
+    cuda: SimpleNamespace, cpu: SimpleNamespace, op: str, dtype: torch.dtype
+) -> None:
+    """Widths of a warp, of a block and more, and one row of any length."""
+    for table in ((9, 64), (3, 256), (2, 2048), (1, 4100), (1, 5)):
+        for master in {False, dtype != torch.float32}:
+            case = make(op, dtype, table, master=master, row_count=table[0] > 1)
+            got, want = case.run(cuda, DEVICE), case.run(cpu)
+            for name, value in got.items():
+                assert_same_bits(value, want[name])
+
+
+@examples
+@given(
+    case=lazy_cases(wide=True),
+    smallest_root=st.sampled_from([None, None, torch.inf, 1e-30, 0.0]),
+    horizon=st.sampled_from([None, 1, 5]),
+    special=st.one_of(st.none(), st.integers(0, 2**32)),
+)
+def test_catch_up_bits(
+    cuda: SimpleNamespace,
+    cpu: SimpleNamespace,
+    case: LazyCase,
+    smallest_root: float | None,
+    horizon: int | None,
+    special: int | None,
+) -> None:
+    case = with_limits(case, smallest_root, horizon)
+    if special is not None:
+        case = with_special_moments(case, special)
+    got, want = case.run(cuda, DEVICE), case.run(cpu)
+    assert got.keys() == want.keys()
+    for name, value in got.items():
+        assert_same_bits(value, want[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_catch_up_bits_in_whole_words(
+    cuda: SimpleNamespace, cpu: SimpleNamespace, dtype: torch.dtype
+) -> None:
+    """Widths of less than a warp, of one and more, and sleeps around the end of the ring."""
+    for table, steps in (((9, 8), 40), ((3, 256), 40), ((2, 1032), 40), ((5, 16), 1100)):
+        last = None if steps == 40 else [77, 78, 300, 1098, 1099]
+        for moments in (None, torch.bfloat16):
+            case = make_lazy(dtype, table, steps=steps, last=last, moment_dtype=moments)
+            got, want = case.run(cuda, DEVICE), case.run(cpu)
+            for name, value in got.items():
+                assert_same_bits(value, want[name])
+
+
 @pytest.mark.parametrize("num_embeddings", [2**31, 2**32 - 2, 2**32 - 1, 2**40])
 def test_group_indices_wide_keys(cuda: SimpleNamespace, num_embeddings: int) -> None:
     top = num_embeddings - 1
@@ -146,6 +215,29 @@ def test_more_than_2_31_elements(cuda: SimpleNamespace) -> None:
         weight, indices, None, None, "sum", -1, False, False, False, torch.float32, "t"
     )
     assert torch.equal(pooled, weight[indices].float().sum(1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dense", [False, True])
+def test_row_step_on_more_than_2_31_elements(cuda: SimpleNamespace, dense: bool) -> None:
+    """Plain SGD on the last rows of such a table, or on all of it as one row."""
+    rows, dim = 2**24 + 3, 128
+    free, _ = torch.cuda.mem_get_info()
+    if free < 3 * rows * dim * 2:
+        pytest.skip("needs 13 GB of device memory")
+    table = torch.zeros(rows, dim, dtype=torch.bfloat16, device=DEVICE)
+    last = torch.arange(rows - 3, rows, device=DEVICE)
+    if dense:
+        param, named = table.view(1, -1), None
+        grad = torch.full_like(param, 3.0)
+    else:
+        param, named = table, last
+        grad = torch.full((3, dim), 3.0, device=DEVICE)
+    step = torch.ones((), device=DEVICE)
+    common = (named, None, grad, step, None, None, -1.0, None, 0.0, False, -1)
+    cuda.row_sgd_(param, None, None, *common, 0.0, 0.0, False)
+    assert bool((table[-3:] == 3.0).all())
+    assert bool((table[:-3] == (3.0 if dense else 0.0)).all())
 
 
 # ---- errors -------------------------------------------------------------------------------------
@@ -272,6 +364,89 @@ def test_dense_training_never_waits(mode: str) -> None:
         torch.cuda.set_sync_debug_mode(before)
     assert bag.weight.grad is not None
     assert bag.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+def test_row_steps_never_wait(cuda: SimpleNamespace, cpu: SimpleNamespace, op: str) -> None:
+    case = make(
+        op,
+        torch.float16,
+        (6, 8),
+        rows=[4, 0, 5],
+        master=True,
+        row_count=True,
+        used_rows=torch.tensor([2], dtype=torch.int32),
+        inv_scale=number(0.5),
+        found_inf=number(0.0),
+        lr_tensor=number(0.1),
+    )
+    arguments = {
+        name: x.to(DEVICE, copy=True) if isinstance(x, Tensor) else x
+        for name, x in case.arguments().items()
+    }
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        getattr(cuda, op)(*arguments.values())
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    assert_same_bits(arguments["param"].cpu(), case.run(cpu)["param"])
+
+
+def test_catching_up_never_waits(cuda: SimpleNamespace, cpu: SimpleNamespace) -> None:
+    case = make_lazy(
+        torch.float16,
+        (6, 8),
+        rows=[4, 0, 5],
+        used_rows=2,
+        master=True,
+        weight_decay=0.1,
+        found_inf=number(0.0),
+    )
+    arguments = {
+        name: x.to(DEVICE, copy=True) if isinstance(x, Tensor) else x
+        for name, x in case.arguments().items()
+    }
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        cuda.row_adam_catch_up_(*arguments.values())
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    assert_same_bits(arguments["param"].cpu(), case.run(cpu)["param"])
+
+
+def test_row_step_in_a_graph(cuda: SimpleNamespace, cpu: SimpleNamespace) -> None:
+    """A replay takes the step, the learning rate and found_inf that lie in memory then."""
+    if not _can_capture():
+        pytest.skip("no graph capture on this device")
+    case = make(
+        "row_adam_",
+        torch.bfloat16,
+        (6, 8),
+        rows=[4, 0],
+        master=True,
+        found_inf=number(1.0),
+        lr_tensor=number(0.1),
+    )
+    there = {
+        name: x.to(DEVICE, copy=True) if isinstance(x, Tensor) else x
+        for name, x in case.arguments().items()
+    }
+    cuda.row_adam_(*there.values())  # skipped: found_inf is 1
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cuda.row_adam_(*there.values())
+    changed = {"found_inf": number(0.0), "step": number(3), "lr_tensor": number(0.2)}
+    for name, value in changed.items():
+        there[name].copy_(value)
+    graph.replay()
+    torch.cuda.synchronize()
+    for name, value in replace(case, **changed).run(cpu).items():
+        assert_same_bits(there[name].cpu(), value)
 
 
 # ---- training -----------------------------------------------------------------------------------

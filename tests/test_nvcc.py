@@ -16,7 +16,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 ARCHS = ("80", "90", "100")
-KERNELS = ("bag_forward_kernel", "gather_kernel", "short_segments_kernel", "per_sample_kernel")
+KERNELS = (
+    *("bag_forward_kernel", "gather_kernel", "short_segments_kernel", "per_sample_kernel"),
+    *("row_step_kernel", "rowwise_adagrad_kernel", "adam_catch_up_kernel"),
+)
 
 pytestmark = [
     pytest.mark.slow,

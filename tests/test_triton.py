@@ -42,6 +42,9 @@ def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 SHARED = {
     "test_operators.py": "triton and (not (test_dims or test_long) or triton-129 or triton-257)",
     "test_errors.py": "out_of_range or offsets",
+    "test_row_operators.py": "triton and (any_step or documented or found_inf or 2_31)",
+    "test_row_arguments.py": "triton",
+    "test_lazy_operators.py": "triton and not (longest or test_eps)",
 }
 
 
@@ -57,8 +60,9 @@ def interpreted(file: str, *arguments: str) -> None:
 
 
 @pytest.mark.slow
-def test_interpreted() -> None:
-    interpreted("triton_interpreted.py")
+@pytest.mark.parametrize("file", ["triton_interpreted.py", "triton_interpreted_rows.py"])
+def test_interpreted(file: str) -> None:
+    interpreted(file)
 
 
 @pytest.mark.slow
@@ -93,6 +97,7 @@ class Variant:
 
     ``types`` are those of arguments that may have several, None for one that is left out.
     ``loads`` and ``stores`` are instructions that the PTX must have: the widest for rows.
+    ``exact``: every operation is rounded by itself.
     """
 
     kernel: str
@@ -104,6 +109,8 @@ class Variant:
     loads: str = r"ld\.global\.v4\.b32"
     stores: str = r"st\.global"
     num_warps: int = 1
+    exact: bool = False
+    aligned: tuple[str, ...] = ()  # integers that are multiples of 16
     note: str = ""
 
     def __str__(self) -> str:
@@ -115,6 +122,66 @@ NO_BAGS = {"offsets": None, "bag_of": None}
 SUM = {"samples": None, "indices": "*i64"}
 BACK = {"grad_output": F32, "grad_rows": F32, "partials": F32, "samples": None, "argmax": None}
 DENSE = {"BY_FREQUENCY": False, "DENSE": True}
+
+STEP: dict[str, str | None] = {
+    **dict.fromkeys(("master", "state2", "state3", "row_step", "row_count", "lr_tensor")),
+    **{"grad": F32, "used_rows": "*i32", "seed": "i64"},
+    **dict.fromkeys(("step", "inv_scale", "found_inf"), F32),
+}
+RULES = {
+    **{"RULE": 0, "MAXIMIZE": False, "DECAY": True, "DECOUPLED": False},
+    **{"CORRECTED_DENOMINATOR": True, "NESTEROV": False, "STOCHASTIC": False},
+}
+ADAM = {"state1": F32, "state2": F32}
+CATCH_UP: dict[str, str | None] = {
+    **dict.fromkeys(("master", "max_exp_avg_sq")),
+    **dict.fromkeys(("exp_avg", "exp_avg_sq", "step", "found_inf"), F32),
+    **{"row_step": "*i32", "used_rows": "*i32", "history": F64, "seed": "i64"},
+}
+WIDE = {"DIM": None, "STRIDE": 0, "ROWS": 1, "COLUMNS": 256}
+
+
+def catch_up(
+    note: str,
+    types: dict[str, str | None],
+    constants: dict[str, Any],
+    dim: int | None,
+    stores: str = r"st\.global\.v4\.b32",
+    **options: Any,
+) -> Variant:
+    return Variant(
+        "adam_catch_up_kernel",
+        {**CATCH_UP, **types},
+        {"PENALTY": False, "STOCHASTIC": False, **constants},
+        dim,
+        elements=256,
+        stores=stores,
+        exact=True,
+        note=note,
+        **options,
+    )
+
+
+def elementwise(
+    note: str,
+    types: dict[str, str | None],
+    constants: dict[str, Any],
+    dim: int | None,
+    stores: str = r"st\.global\.v4\.b32",
+    **options: Any,
+) -> Variant:
+    return Variant(
+        "elementwise_step_kernel",
+        {**STEP, **types},
+        {**RULES, **constants},
+        dim,
+        elements=256,
+        stores=stores,
+        exact=True,
+        note=note,
+        **options,
+    )
+
 
 VARIANTS = [
     Variant(
@@ -278,6 +345,69 @@ VARIANTS = [
         loads=r"ld\.global\.v2\.b64",
         note="f64-largest",
     ),
+    elementwise("adam-f32", {**ADAM, "param": F32}, {}, 128),
+    elementwise("adam-f32-100", {**ADAM, "param": F32}, {}, 100),
+    elementwise(
+        "adam-bf16-master-amsgrad-counted",
+        {**ADAM, "param": BF16, "master": F32, "state3": F32}
+        | {"row_step": "*i32", "row_count": "*i32"},
+        {"DECAY": False, "DECOUPLED": True},
+        64,
+    ),
+    elementwise(
+        "adam-bf16-stochastic-wide",
+        {**ADAM, "param": BF16, "state1": BF16, "state2": BF16, "rows": None, "used_rows": None},
+        {**WIDE, "STOCHASTIC": True},
+        None,
+        aligned=("width",),
+    ),
+    elementwise(
+        "adam-f64",
+        {"param": F64, "grad": F64, "state1": F64, "state2": F64, "state3": F64},
+        {},
+        32,
+        wide=True,
+        loads=r"ld\.global\.v2\.b64",
+        stores=r"st\.global\.v2\.b64",
+    ),
+    elementwise("adagrad-f16", {"param": F16, "state1": F32, "lr_tensor": F64}, {"RULE": 1}, 128),
+    elementwise("sgd-f32", {"param": F32, "state1": F32}, {"RULE": 2, "NESTEROV": True}, 128),
+    catch_up("f32", {"param": F32}, {}, 128),
+    catch_up("f32-penalty", {"param": F32, "max_exp_avg_sq": F32}, {"PENALTY": True}, 64),
+    catch_up("bf16-master-amsgrad", {"param": BF16, "master": F32, "max_exp_avg_sq": F32}, {}, 64),
+    catch_up(
+        "bf16-stochastic-wide",
+        {"param": BF16, "exp_avg": BF16, "exp_avg_sq": BF16, "rows": None, "used_rows": None},
+        {**WIDE, "STOCHASTIC": True},
+        None,
+        aligned=("width",),
+    ),
+    catch_up(
+        "f64",
+        {"param": F64, "exp_avg": F64, "exp_avg_sq": F64},
+        {},
+        32,
+        wide=True,
+        loads=r"ld\.global\.v2\.b64",
+        stores=r"st\.global\.v2\.b64",
+    ),
+    Variant("mark_current_kernel", CATCH_UP, {"ROWS": 256}, loads=r"ld\.global", num_warps=4),
+    Variant(
+        "rowwise_adagrad_kernel",
+        {**STEP, "param": F16, "sums": F32},
+        {**RULES, "STOCHASTIC": True},
+        64,
+        elements=256,
+        exact=True,
+        note="f16-stochastic",
+    ),
+    Variant(
+        "update_counters_kernel",
+        {**STEP, "row_step": "*i32", "row_count": "*i32"},
+        {"ROWS": 256},
+        loads=r"ld\.global",
+        num_warps=4,
+    ),
     Variant(
         "check_indices_kernel", {"indices": "*i64"}, {"ROWS": 256}, loads=r"ld\.global", num_warps=4
     ),
@@ -289,9 +419,18 @@ VARIANTS = [
 
 
 def kernel_of(variant: Variant) -> Any:
-    from fastemb.triton import bags, embedding_bag, embedding_bag_backward, renorm
+    from fastemb.triton import (
+        adam_catch_up,
+        bags,
+        embedding_bag,
+        embedding_bag_backward,
+        renorm,
+        row_steps,
+        rowwise_adagrad,
+    )
 
-    modules = (embedding_bag, embedding_bag_backward, renorm, bags)
+    tables = (embedding_bag, embedding_bag_backward, renorm, bags)
+    modules = (*tables, row_steps, rowwise_adagrad, adam_catch_up)
     (kernel,) = {vars(m)[variant.kernel] for m in modules if variant.kernel in vars(m)}
     return kernel
 
@@ -320,12 +459,15 @@ def compiled(variant: Variant, architecture: int) -> Any:
             constexprs[(place,)] = constants[name]
         elif kind is None and (name in variant.types or name == "counts"):
             constexprs[(place,)] = None
-        signature[name] = "constexpr" if (place,) in constexprs else kind or "i32"
-        if signature[name].startswith("*"):
+        # A parameter's annotation, where it has one, is the type that a launch passes.
+        kind = kind or kernel.params[place].annotation_type or "i32"
+        signature[name] = "constexpr" if (place,) in constexprs else kind
+        if signature[name].startswith("*") or name in variant.aligned:
             aligned[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=aligned)
     target = GPUTarget("cuda", architecture, 32)
-    return triton.compile(source, target=target, options={"num_warps": variant.num_warps})
+    options = {"num_warps": variant.num_warps, "enable_fp_fusion": not variant.exact}
+    return triton.compile(source, target=target, options=options)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -337,6 +479,8 @@ def test_compiled(variant: Variant, architecture: int, tmp_path: Path) -> None:
     assert re.search(rf"\.target sm_{architecture}", ptx)
     assert re.search(variant.loads + r"\b", ptx)
     assert re.search(variant.stores + r"\b", ptx)
+    if variant.exact:
+        assert not re.search(r"\b(fma|mad)\.rn\.f|\.approx|\.full\.f|\.ftz", ptx)
     # Results are written, never added atomically: the one atomic is the claim of an error report.
     atomics = set(re.findall(r"\b(?:atom|red)\.[\w.]+", ptx))
     assert all(".cas.b64" in instruction for instruction in atomics), atomics

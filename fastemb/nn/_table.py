@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fastemb._memory import advise_huge_pages
 from fastemb._ops import accumulation_dtype
+from fastemb._sleeping import wake_all
 from fastemb.functional import TABLE_DTYPES
 
 
@@ -72,6 +73,7 @@ class Table(nn.Module):
         return weight
 
     def reset_parameters(self) -> None:
+        wake_all(self._parameter())  # what sleeps is owed to the old values
         # First touch decides the page size, so the advice comes before the initialisation.
         advise_huge_pages(self._parameter())
         super().reset_parameters()  # type: ignore[misc]
@@ -91,6 +93,7 @@ class Table(nn.Module):
         table, straight from what it was, and never through the low precision.
         """
         weight = self._parameters.get("weight")
+        wake_all(weight)
         grad = None if weight is None else weight.grad
         if weight is None or grad is None:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -117,8 +120,20 @@ class Table(nn.Module):
         self._restore_grad_dtype()
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        # Steps made before do not concern the new values; momentum does, from now on.
+        wake_all(self._parameters.get("weight"))
         super()._load_from_state_dict(*args, **kwargs)
         self._restore_grad_dtype()
+
+    # ---- wherever the table is handed on, with rows that may sleep ----
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        wake_all(self._parameters.get("weight"))
+        super()._save_to_state_dict(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        wake_all(self._parameters.get("weight"))  # copy, deepcopy and pickle
+        return super().__reduce_ex__(protocol)
 
     def _restore_grad_dtype(self) -> None:
         weight = self._parameters.get("weight")

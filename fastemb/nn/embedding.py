@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fastemb import functional as F
+from fastemb._sleeping import TABLES, wake_batch, wake_batch_outside_graph
 from fastemb.nn._table import Table, check_table_dtype, keep_full_gradients
 
 
@@ -24,6 +25,10 @@ def _embedding(
 ) -> Tensor:
     if not torch.compiler.is_compiling():
         keep_full_gradients(weight)
+        if id(weight) in TABLES:
+            wake_batch(weight, input, None)  # a lookup reads its padding row, too
+    elif isinstance(weight, nn.Parameter) and id(weight) in TABLES:
+        wake_batch_outside_graph(weight, input, None)
     return F.embedding(
         input,
         weight,

@@ -112,6 +112,16 @@ def divide(x, y):
 
 
 @triton.jit
+def square_root(x):
+    """IEEE square root; Triton's own is approximate for f32."""
+    if x.dtype == tl.float32:
+        root = tl.sqrt_rn(x)
+    else:
+        root = tl.sqrt(x)
+    return root
+
+
+@triton.jit
 def bag_range(offsets, bag, num_indices, num_offsets, num_bags, bag_length):
     """Positions [begin, end) of a bag (scalar or block) and the place of a wrong offset, or -1.
 
@@ -221,7 +231,7 @@ def row_stride(weight: Tensor) -> int:
     return weight.shape[1] if weight.shape[0] <= 1 else weight.stride(0)
 
 
-def tile(dim: int, acc: torch.dtype, *, elements: int) -> dict[str, int]:
+def tile(dim: int, acc: torch.dtype, *, elements: int, most_rows: int = 16) -> dict[str, int]:
     """Rows and columns of the tile that one warp works on.
 
     ``elements`` is for f32 and a matter of registers: 1024 are 32 a lane. One warp is enough: at
@@ -232,7 +242,7 @@ def tile(dim: int, acc: torch.dtype, *, elements: int) -> dict[str, int]:
     if acc == torch.float64:
         elements //= 2
     columns = min(triton.next_power_of_2(max(dim, 1)), 256)
-    return {"ROWS": min(max(elements // columns, 1), 16), "COLUMNS": columns, "num_warps": 1}
+    return {"ROWS": min(max(elements // columns, 1), most_rows), "COLUMNS": columns, "num_warps": 1}
 
 
 def column_blocks(dim: int, columns: int) -> int:

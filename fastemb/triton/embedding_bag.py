@@ -35,7 +35,46 @@ from fastemb.triton.errors import (
     report_offset,
     settle,
     status_of,
+    wrong_positions,
 )
+
+
+@triton.jit
+def read_rows(
+    weight,
+    indices,
+    position,
+    end,
+    column,
+    first_bad,
+    num_embeddings,
+    padding_idx,
+    DIM: tl.constexpr,
+    STRIDE: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """Values of the rows at the positions before end, and which count; first_bad brought up to
+    date.
+    """
+    there = position < end
+    row, valid = load_rows(indices, position, there, num_embeddings)
+    first_bad = tl.minimum(first_bad, wrong_positions(position, there, valid))
+    used = valid & (row != padding_idx)
+    x = tl.load(
+        weight + row[:, None] * STRIDE + column[None, :],
+        mask=used[:, None] & (column < DIM)[None, :],
+        other=0,
+    )
+    return widen(x, ACC), used, first_bad
+
+
+@triton.jit
+def report_bag(status, caller, first_bad, wrong, indices, offsets, num_indices, num_embeddings):
+    """Once for a bag: by the program of its first columns."""
+    if tl.program_id(1) == 0:
+        report_index(status, caller, first_bad, indices, num_embeddings)
+        if offsets is not None:
+            report_offset(status, caller, wrong, offsets, num_indices)
 
 
 @triton.jit(do_not_specialize=VARIABLES)
@@ -75,22 +114,15 @@ def bag_sum_kernel(
         start = chunk
         while start < stop:
             position = start + tl.arange(0, ROWS)
-            there = position < stop
-            row, valid = load_rows(indices, position, there, num_embeddings)
-            bad = tl.where(there & ~valid, position.to(tl.int32), NO_POSITION)
-            first_bad = tl.minimum(first_bad, bad)
-            used = valid & (row != padding_idx)
+            x, used, first_bad = read_rows(
+                weight, indices, position, stop, column, first_bad, num_embeddings, padding_idx,
+                DIM, STRIDE, ACC,
+            )  # fmt: skip
             count += used.to(tl.int32)
-            x = tl.load(
-                weight + row[:, None] * STRIDE + column[None, :],
-                mask=used[:, None] & inside[None, :],
-                other=0,
-            )
-            if samples is None:
-                part += widen(x, ACC)
-            else:
+            if samples is not None:
                 scale = widen(tl.load(samples + position, mask=used, other=0), ACC)
-                part += scale[:, None] * widen(x, ACC)
+                x = scale[:, None] * x
+            part += x
             start += ROWS
         total += tl.sum(part, axis=0)
         chunk += CHUNK
@@ -101,10 +133,7 @@ def bag_sum_kernel(
         narrow(total, output.dtype.element_ty),
         mask=inside & (bag < num_bags),
     )
-    if tl.program_id(1) == 0:
-        report_index(status, caller, first_bad, indices, num_embeddings)
-        if offsets is not None:
-            report_offset(status, caller, wrong, offsets, num_indices)
+    report_bag(status, caller, first_bad, wrong, indices, offsets, num_indices, num_embeddings)
 
 
 @triton.jit(do_not_specialize=VARIABLES)
@@ -139,17 +168,10 @@ def bag_max_kernel(
     start = begin
     while start < end:
         position = start + tl.arange(0, ROWS)
-        there = position < end
-        row, valid = load_rows(indices, position, there, num_embeddings)
-        bad = tl.where(there & ~valid, position.to(tl.int32), NO_POSITION)
-        first_bad = tl.minimum(first_bad, bad)
-        used = valid & (row != padding_idx)
-        x = tl.load(
-            weight + row[:, None] * STRIDE + column[None, :],
-            mask=used[:, None] & inside[None, :],
-            other=0,
-        )
-        x = widen(x, ACC)
+        x, used, first_bad = read_rows(
+            weight, indices, position, end, column, first_bad, num_embeddings, padding_idx,
+            DIM, STRIDE, ACC,
+        )  # fmt: skip
         # Within one row of the tile positions ascend, so the first of equals is already there.
         first_nan = (x != x) & (best == best)
         wins = used[:, None] & ((winner == NO_POSITION) | (x > best) | first_nan)
@@ -177,10 +199,7 @@ def bag_max_kernel(
     present = inside & (bag < num_bags)
     tl.store(output + at, narrow(value, output.dtype.element_ty), mask=present)
     tl.store(argmax + at, tl.where(empty, -1, first), mask=present)
-    if tl.program_id(1) == 0:
-        report_index(status, caller, first_bad, indices, num_embeddings)
-        if offsets is not None:
-            report_offset(status, caller, wrong, offsets, num_indices)
+    report_bag(status, caller, first_bad, wrong, indices, offsets, num_indices, num_embeddings)
 
 
 @triton.jit(do_not_specialize=VARIABLES)
@@ -217,7 +236,7 @@ def gather_kernel(
         mask=there[:, None] & inside[None, :],
     )
     if tl.program_id(1) == 0:
-        bad = tl.where(there & ~valid, position.to(tl.int32), NO_POSITION)
+        bad = wrong_positions(position, there, valid)
         report_index(status, caller, bad, indices, num_embeddings)
 
 

@@ -42,12 +42,12 @@ from fastemb.triton.bags import (
     with_whole_rows,
 )
 from fastemb.triton.errors import (
-    NO_POSITION,
     caller_of,
     raise_pending,
     report_index,
     settle,
     status_of,
+    wrong_positions,
 )
 
 # Sorts with torch, has static shapes and no host sync.
@@ -323,7 +323,7 @@ def per_sample_kernel(
     if counts is not None:
         dot = divide(dot, tl.load(counts + bag, mask=used, other=1))
     tl.store(grad_weights + place, dot, mask=there)
-    bad = tl.where(covered & ~valid, place.to(tl.int32), NO_POSITION)
+    bad = wrong_positions(place, covered, valid)
     report_index(status, caller, bad, indices, num_embeddings)
 
 

@@ -40,6 +40,12 @@ def report(status, caller, kind, position, value, other):
 
 
 @triton.jit
+def wrong_positions(position, there, valid):
+    """For `report_index`: the positions that are there and name no row."""
+    return tl.where(there & ~valid, position.to(tl.int32), NO_POSITION)
+
+
+@triton.jit
 def report_index(status, caller, first_bad, indices, num_embeddings):
     """first_bad: block of positions of wrong ids, NO_POSITION where there is none."""
     position = tl.min(first_bad, axis=0)

@@ -1,4 +1,4 @@
-"""Every operator of this backend, by its name in ``fastemb/_ops.py`` and with its arguments.
+"""Every operator of this backend, by its name and with the arguments of its schema.
 
 Importing this module imports Triton.
 """
@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fastemb.triton import embedding_bag, embedding_bag_backward, renorm
+from fastemb.triton import (
+    adam_catch_up,
+    embedding_bag,
+    embedding_bag_backward,
+    renorm,
+    row_steps,
+    rowwise_adagrad,
+)
 
 KERNELS: dict[str, Callable[..., Any]] = {
     "embedding": embedding_bag.embedding,
@@ -19,4 +26,9 @@ KERNELS: dict[str, Callable[..., Any]] = {
         embedding_bag_backward.embedding_bag_per_sample_weights_backward
     ),
     "embedding_renorm_": renorm.embedding_renorm_,
+    "row_adam_": row_steps.row_adam_,
+    "row_adam_catch_up_": adam_catch_up.row_adam_catch_up_,
+    "row_adagrad_": row_steps.row_adagrad_,
+    "row_rowwise_adagrad_": rowwise_adagrad.row_rowwise_adagrad_,
+    "row_sgd_": row_steps.row_sgd_,
 }

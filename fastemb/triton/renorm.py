@@ -20,10 +20,11 @@ from fastemb.triton.bags import (
     on,
     require,
     row_stride,
+    square_root,
     widen,
     with_whole_rows,
 )
-from fastemb.triton.errors import NO_POSITION, caller_of, report_index, settle, status_of
+from fastemb.triton.errors import caller_of, report_index, settle, status_of, wrong_positions
 
 
 @triton.jit(do_not_specialize=VARIABLES)
@@ -31,7 +32,7 @@ def check_indices_kernel(indices, status, caller, num_indices, num_embeddings, R
     position = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = position < num_indices
     _, valid = load_rows(indices, position, there, num_embeddings)
-    bad = tl.where(there & ~valid, position.to(tl.int32), NO_POSITION)
+    bad = wrong_positions(position, there, valid)
     report_index(status, caller, bad, indices, num_embeddings)
 
 
@@ -82,11 +83,7 @@ def renorm_kernel(
         elif NORM_TYPE == 1:
             norm = tl.sum(part, axis=0)
         elif NORM_TYPE == 2:
-            squares = tl.sum(part, axis=0)
-            if squares.dtype == tl.float32:
-                norm = tl.sqrt_rn(squares)
-            else:
-                norm = tl.sqrt(squares)
+            norm = square_root(tl.sum(part, axis=0))
         else:
             norm = power(tl.sum(part, axis=0), 1.0 / NORM_TYPE)
         norm = norm.to(ACC)

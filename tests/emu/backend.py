@@ -22,7 +22,6 @@ from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-MODULE = "fastemb_emu_kernels"
 DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 INDEX_TYPES = {torch.int32: 0, torch.int64: 1}
 MODES = {"sum": 0, "mean": 1, "max": 2}
@@ -35,8 +34,8 @@ def _sources() -> list[Path]:
     return sorted([*native, *HERE.glob("*.h"), *HERE.glob("*.cpp")])
 
 
-def build(block: int, sanitize: bool) -> Path:
-    """The module's path; compiles it when the sources or the options have changed."""
+def build(block: int, sanitize: bool, source: str = "kernels") -> Path:
+    """The module of ``source``.cpp; compiles it when sources or options have changed."""
     import pybind11
 
     options = [f"-DFASTEMB_BLOCK_THREADS={block}", *(SANITIZERS if sanitize else ("-O1",))]
@@ -46,16 +45,16 @@ def build(block: int, sanitize: bool) -> Path:
         *("-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
         *("-DFASTEMB_EMU", *options, f"-I{ROOT / 'csrc'}", f"-I{HERE}"),
         *(f"-isystem{pybind11.get_include()}", f"-isystem{sysconfig.get_paths()['include']}"),
-        str(HERE / "kernels.cpp"),
+        str(HERE / f"{source}.cpp"),
     ]
     digest = hashlib.sha256(repr((command, sys.version_info[:2])).encode())
-    for source in _sources():
-        digest.update(source.read_bytes())
+    for path in _sources():
+        digest.update(path.read_bytes())
     folder = HERE / "build" / digest.hexdigest()[:16]
-    module = folder / f"{MODULE}.so"
+    module = folder / f"fastemb_emu_{source}.so"
     if not module.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f"{MODULE}.{os.getpid()}.partial"
+        partial = folder / f"{source}.{os.getpid()}.partial"
         subprocess.run([*command, "-o", str(partial)], check=True)
         partial.rename(module)
     return module
@@ -70,16 +69,22 @@ def missing_tools() -> str | None:
     return None
 
 
-def load(block: int = 64, sanitize: bool = False) -> EmuBackend:
-    spec = importlib.util.spec_from_file_location(MODULE, build(block, sanitize))
+def load_module(block: int, sanitize: bool, source: str = "kernels") -> Any:
+    """The built module, imported."""
+    path = build(block, sanitize, source)
+    spec = importlib.util.spec_from_file_location(f"fastemb_emu_{source}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return EmuBackend(module)
+    return module
 
 
-def _address(x: Tensor | None) -> int:
+def load(block: int = 64, sanitize: bool = False) -> EmuBackend:
+    return EmuBackend(load_module(block, sanitize))
+
+
+def address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
@@ -218,7 +223,7 @@ class EmuBackend:
             grad_output=grad_output.data_ptr(),
             grad_type=DTYPES[grad_output.dtype],
             dim=dim,
-            argmax=_address(argmax),
+            argmax=address(argmax),
             grad_rows=grad.data_ptr(),
         )
         return grad
@@ -276,7 +281,7 @@ class EmuBackend:
         num_offsets = 0 if offsets is None else offsets.numel()
         return {
             "indices": indices.data_ptr(),
-            "offsets": _address(offsets),
+            "offsets": address(offsets),
             "index_type": INDEX_TYPES[indices.dtype],
             "offset_type": 0 if offsets is None else INDEX_TYPES[offsets.dtype],
             "num_indices": indices.numel(),
@@ -298,7 +303,7 @@ class EmuBackend:
 
     def _samples(self, samples: Tensor | None) -> dict[str, int]:
         return {
-            "per_sample_weights": _address(samples),
+            "per_sample_weights": address(samples),
             "per_sample_type": 0 if samples is None else DTYPES[samples.dtype],
         }
 

@@ -309,6 +309,11 @@ T __shfl_xor_sync(unsigned mask, T value, int distance) {
 }
 
 template <typename T>
+T __shfl_sync(unsigned mask, T value, int source) {
+  return fastemb_emu::shuffle(mask, value, source);
+}
+
+template <typename T>
 T __ldg(const T* from) {
   T value;
   std::memcpy(&value, fastemb_emu::aligned_for(from), sizeof(T));

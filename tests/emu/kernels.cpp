@@ -1,18 +1,18 @@
-// The CUDA launchers as one Python module, run by cuda_emu.h. Arguments are raw addresses and plain numbers.
-#include <pybind11/pybind11.h>
-
+// The launchers of the lookups as a Python module, run by cuda_emu.h. Arguments are raw addresses and plain numbers.
 #include <algorithm>
 #include <numeric>
 #include <string>
 
+#include "arguments.h"
 #include "cuda/embedding_bag.cuh"
 #include "cuda/embedding_bag_backward.cuh"
 #include "cuda/group_indices.cuh"
 #include "cuda/renorm.cuh"
 
-namespace py = pybind11;
 using namespace fastemb;
 using namespace fastemb::cuda;
+using fastemb_emu::Arguments;
+using fastemb_emu::check;
 
 namespace {
 
@@ -41,26 +41,9 @@ struct Serial {
   }
 };
 
-// Keyword arguments by name; a name that nobody reads is an error of the test.
-class Arguments {
+class LookupArguments : public Arguments {
  public:
-  explicit Arguments(const py::kwargs& values) : values_(values) {}
-
-  template <typename T>
-  T number(const char* name) {
-    ++read_;
-    return values_[name].cast<T>();
-  }
-
-  template <typename T>
-  T* pointer(const char* name) {
-    return reinterpret_cast<T*>(number<uintptr_t>(name));
-  }
-
-  template <typename T>
-  T choice(const char* name) {
-    return static_cast<T>(number<int32_t>(name));
-  }
+  using Arguments::Arguments;
 
   Bags bags() {
     return {.indices = pointer<void>("indices"),
@@ -81,22 +64,10 @@ class Arguments {
             .segments = pointer<int32_t>("segments"),
             .num_rows = pointer<int32_t>("num_rows")};
   }
-
-  void finish() const {
-    if (read_ != values_.size()) throw py::type_error("unknown arguments");
-  }
-
- private:
-  py::kwargs values_;
-  size_t read_ = 0;
 };
 
-void check(int error) {
-  if (error != 0) throw std::runtime_error("launch failed: " + std::to_string(error));
-}
-
 void run_bag_forward(const py::kwargs& values) {
-  Arguments in(values);
+  LookupArguments in(values);
   const BagForward a = {.bags = in.bags(),
                         .mode = in.choice<Mode>("mode"),
                         .weight = in.pointer<void>("weight"),
@@ -114,7 +85,7 @@ void run_bag_forward(const py::kwargs& values) {
 }
 
 void run_gather(const py::kwargs& values) {
-  Arguments in(values);
+  LookupArguments in(values);
   const Gather a = {.bags = in.bags(),
                     .weight = in.pointer<void>("weight"),
                     .weight_type = in.choice<DType>("weight_type"),
@@ -128,7 +99,7 @@ void run_gather(const py::kwargs& values) {
 }
 
 void run_group_indices(const py::kwargs& values) {
-  Arguments in(values);
+  LookupArguments in(values);
   GroupIndices a = {.bags = in.bags(), .groups = in.groups(), .scratch = nullptr, .scratch_bytes = 0};
   in.finish();
   a.scratch_bytes = group_scratch<Serial>(a.bags).total;
@@ -140,7 +111,7 @@ void run_group_indices(const py::kwargs& values) {
 }
 
 void run_bag_backward(const py::kwargs& values) {
-  Arguments in(values);
+  LookupArguments in(values);
   const BagBackward a = {.bags = in.bags(),
                          .groups = in.groups(),
                          .mode = in.choice<Mode>("mode"),
@@ -161,7 +132,7 @@ void run_bag_backward(const py::kwargs& values) {
 }
 
 void run_per_sample_backward(const py::kwargs& values) {
-  Arguments in(values);
+  LookupArguments in(values);
   const PerSampleBackward a = {.bags = in.bags(),
                                .mode = in.choice<Mode>("mode"),
                                .grad_output = in.pointer<void>("grad_output"),
@@ -177,7 +148,7 @@ void run_per_sample_backward(const py::kwargs& values) {
 }
 
 void run_renorm(const py::kwargs& values) {
-  Arguments in(values);
+  LookupArguments in(values);
   const Renorm a = {.groups = in.groups(),
                     .num_groups_capacity = in.number<int64_t>("num_groups_capacity"),
                     .weight = in.pointer<void>("weight"),
@@ -260,17 +231,10 @@ void shim_case(const std::string& name, uintptr_t out) {
   throw py::value_error(name);
 }
 
-void set_order(const std::string& order, uint64_t seed) {
-  fastemb_emu::options() = {order == "forward"    ? fastemb_emu::Order::forward
-                            : order == "backward" ? fastemb_emu::Order::backward
-                                                  : fastemb_emu::Order::shuffled,
-                            seed};
-}
-
 }  // namespace
 
 PYBIND11_MODULE(fastemb_emu_kernels, m) {
-  m.def("set_order", &set_order, py::arg("order"), py::arg("seed") = 0);
+  fastemb_emu::define_set_order(m);
   m.def("shim_case", &shim_case);
   m.def("bag_forward", &run_bag_forward);
   m.def("gather", &run_gather);

@@ -1,0 +1,85 @@
+"""Tables whose rows may be behind: what readers of a table and ``lazy="exact"`` have in common.
+
+`fastemb.optim.Adam` with ``lazy="exact"`` lets rows sleep and enters their table here; whoever
+reads the table, or hands it on, wakes them first. A table is known by the id of its parameter:
+neither deepcopy nor pickle carries that along, and a lookup in a table without sleeping rows pays
+for one look into a dict.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+
+class Sleepers(Protocol):
+    """The sleeping rows of one table."""
+
+    def wake_batch(self, ids: Tensor, padding_idx: int | None) -> None:
+        """Catch up the rows that a batch names.
+
+        Args:
+            ids: any shape; what no lookup would take, and ids out of range, are left to the lookup.
+            padding_idx: the row that the lookup does not read; None: it reads all.
+        """
+
+    def wake_all(self) -> None:
+        """Catch up all rows."""
+
+    def content_version(self) -> int:
+        """The version of the parameter, not counting the times that rows were woken."""
+
+
+# By id of the parameter. An entry goes when its parameter does.
+TABLES: dict[int, Sleepers] = {}
+
+
+def wake_batch(weight: Tensor, ids: Tensor, padding_idx: int | None) -> None:
+    sleepers = TABLES.get(id(weight))
+    if sleepers is not None:
+        sleepers.wake_batch(ids, padding_idx)
+
+
+@_disable_dynamo
+def wake_batch_outside_graph(weight: Tensor, ids: Tensor, padding_idx: int | None) -> None:
+    """`wake_batch` within `torch.compile`: a graph would have the history of one step in it."""
+    wake_batch(weight, ids, padding_idx)
+
+
+def wake_all(weight: Tensor | None) -> None:
+    sleepers = TABLES.get(id(weight))
+    if sleepers is not None:
+        sleepers.wake_all()
+
+
+class KeptTable:
+    """A table that a lookup keeps for its backward; in place of ``save_for_backward``.
+
+    Other rows may be woken in between, for another lookup of the same table: autograd would refuse
+    that. The rows of this lookup were awake when it read them, so they only change if the table
+    itself does.
+    """
+
+    def __init__(self, op: str, weight: Tensor, sleepers: Sleepers, table: str) -> None:
+        self._op = op
+        self._table = table
+        self._weight = weight
+        self._sleepers = sleepers
+        self._version = sleepers.content_version()
+
+    def unpack(self) -> Tensor:
+        """The table.
+
+        Raises:
+            RuntimeError: it is not what the lookup has read.
+        """
+        if self._sleepers.content_version() != self._version:
+            name = f"table {self._table!r}" if self._table else "the table"
+            raise RuntimeError(
+                f"{self._op}: {name} was written after this lookup (by an optimizer step, say), "
+                "and the gradient of per_sample_weights needs the rows as they were; call "
+                "backward() first"
+            )
+        return self._weight

@@ -1,0 +1,349 @@
+"""The step of all optimizers: which kernel updates a parameter, and with what.
+
+A subclass says what its states are and calls its kernels; see the methods of `RowOptimizer` that
+raise `NotImplementedError`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import chain, count
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from fastemb._ops import accumulation_dtype
+from fastemb._sleeping import TABLES
+from fastemb.optim._dense import DenseUpdate, flat, is_dense, laid_out_like
+from fastemb.optim._exact import as_table, release
+from fastemb.optim._gradients import check_sparse, dense_gradient, row_gradient
+from fastemb.optim._options import Options
+from fastemb.optim._scaling import Scaling, StepScaling
+from fastemb.optim._states import (
+    LOW_PRECISION,
+    ROW_COUNTERS,
+    State,
+    StatefulOptimizer,
+    has_master,
+)
+
+
+class Update(NamedTuple):
+    """One parameter in one step. ``grad`` may be sparse; ``position`` counts over all groups."""
+
+    position: int
+    param: Tensor
+    grad: Tensor
+    state: State
+    scaling: Scaling
+
+
+class RowCall(NamedTuple):
+    """Arguments of a row operator.
+
+    Attributes:
+        param, master, moments: matrices of the same rows; moments by name.
+        counters: one int32 number per row, by name; those there are.
+        common: what all row operators take, from ``rows`` to ``seed`` of their schemas.
+        sparse: whether the gradient is.
+        parameter: what ``param`` is a view or a copy of.
+    """
+
+    param: Tensor
+    master: Tensor | None
+    moments: dict[str, Tensor]
+    counters: dict[str, Tensor]
+    common: tuple[Any, ...]
+    sparse: bool
+    parameter: Tensor
+
+    @property
+    def skip(self) -> Tensor | None:
+        """``found_inf``."""
+        return self.common[5]
+
+
+class RowOptimizer(StatefulOptimizer):
+    """Base of the optimizers for dense and row-sparse gradients, in any floating dtype.
+
+    Attributes:
+        grad_scale, found_inf: set by `torch.amp.GradScaler` for the time of a step.
+        _param_scaling: inverse scale and found_inf of single parameters, in place of those two.
+        _clip_coefficient: [] tensor that multiplies every gradient in the step.
+    """
+
+    # The scaler hands over its scale and its flag instead of writing gradients and waiting.
+    _step_supports_amp_scaling = True
+
+    _param_scaling: Mapping[Tensor, tuple[Tensor | None, Tensor | None]] | None = None
+    _clip_coefficient: Tensor | None = None
+
+    # torch's kernel for dense FP32 and FP64 parameters, None: they take the row operator, too.
+    _fused_operator: str | None = None
+
+    # ---- what a subclass defines ----
+
+    def _prepare(self, param: Tensor, group: Options, state: State, *, sparse: bool) -> None:
+        """Add to ``state`` what a step of the row operator needs; drop what it would not keep."""
+        self._add_step(param, state)
+        self._add_moments(param, group, state)
+
+    def _prepare_dense(self, param: Tensor, group: Options, state: State) -> None:
+        """Add to ``state`` what a step of torch's kernels needs."""
+        self._add_step(param, state)
+        self._add_moments(param, group, state)
+
+    def _row_step(self, group: Options, call: RowCall) -> None:
+        """Call the row operator."""
+        raise NotImplementedError
+
+    def _fused_step(self, group: Options, updates: Sequence[DenseUpdate], scaling: Scaling) -> None:
+        """Update dense parameters of one device and dtype by torch's fused kernel."""
+        raise NotImplementedError
+
+    def _functional_step(self, group: Options, updates: Sequence[Update]) -> None:
+        """Update dense parameters by torch's functional optimizer, which advances their steps."""
+        raise NotImplementedError
+
+    # ---- the step ----
+
+    @_disable_dynamo
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; gradients are only read.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+
+        Returns:
+            The loss of ``closure``, else None.
+
+        Raises:
+            ValueError: a sparse gradient that is not one of rows, or a table with a sparse
+                gradient whose rows are not contiguous.
+            RuntimeError: ``differentiable=True`` and a gradient that torch's optimizers do not
+                take.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.set_grad_enabled(self.defaults.get("differentiable", False)):
+            scaling = StepScaling(
+                getattr(self, "grad_scale", None),
+                getattr(self, "found_inf", None),
+                self._param_scaling,
+                self._clip_coefficient,
+            )
+            positions = count()
+            for group in self.param_groups:
+                params = [(next(positions), param) for param in group["params"]]
+                self._step_group(group, params, scaling)
+        return loss
+
+    def _step_group(
+        self, group: Options, params: Sequence[tuple[int, Tensor]], scaling: StepScaling
+    ) -> None:
+        fused: dict[Hashable, list[Update]] = defaultdict(list)
+        functional: list[Update] = []
+        rows: list[Update] = []
+        for position, param in params:
+            if param.grad is None:
+                continue
+            state = self.state.get(param, {})
+            if id(param) in TABLES:
+                release(self, param, state)
+            update = Update(position, param, param.grad, state, scaling.of(param))
+            if update.grad.layout != torch.strided:
+                check_sparse(type(self).__name__, update.grad)
+                if group.get("decay") == "all":
+                    update = update._replace(
+                        grad=dense_gradient(update.grad, update.scaling.multiplier),
+                        scaling=Scaling(skip=update.scaling.skip),
+                    )
+            sparse = update.grad.layout != torch.strided
+            if sparse or not self._goes_through_torch(group, update):
+                self._check_row_update(group, update)
+                self._prepare(param, group, state, sparse=sparse)
+                self._add_master(param, group, state)
+                rows.append(update)
+            else:
+                self._prepare_dense(param, group, state)
+                if _is_fused(group, param, self._fused_operator):
+                    fused[param.device, param.dtype, id(update.scaling)].append(update)
+                else:
+                    functional.append(update)
+            if state:  # SGD can do without
+                self.state[param] = state
+
+        steps: dict[Scaling, list[Tensor]] = defaultdict(list)
+        for update in chain(rows, *fused.values()):
+            if "step" in update.state:
+                steps[update.scaling].append(update.state["step"])
+        for how, counters in steps.items():
+            how.advance(counters)
+
+        moments = tuple(self._moments(group))
+        for updates in fused.values():
+            dense = [
+                DenseUpdate(
+                    u.param, u.grad, tuple(u.state[name] for name in moments), u.state.get("step")
+                )
+                for u in updates
+            ]
+            self._fused_step(group, dense, updates[0].scaling)
+            # torch's fused kernels do not tell autograd.
+            torch.autograd.graph.increment_version([u.param for u in updates])
+        if functional:
+            self._functional_step(group, list(_taken(functional)))
+        for update in rows:
+            self._step_rows(group, update)
+
+    def _goes_through_torch(self, group: Options, update: Update) -> bool:
+        """Whether torch's own optimizer updates this dense gradient."""
+        param, state = update.param, update.state
+        return (
+            self._fused_operator is not None
+            and param.dtype not in LOW_PRECISION
+            and self._moment_dtype(param, group) == param.dtype
+            and not self._keeps_rows(state)
+        )
+
+    def _check_row_update(self, group: Options, update: Update) -> None:
+        if group.get("differentiable"):
+            raise RuntimeError(
+                f"{type(self).__name__}: differentiable=True takes dense gradients of float32 and "
+                f"float64 parameters only, got a {update.grad.layout} gradient of a "
+                f"{update.param.dtype} parameter"
+            )
+        param = update.param
+        if update.grad.layout != torch.strided and param.dim() == 2 and not _has_rows(param):
+            raise self._error(
+                "a table with a sparse gradient must have contiguous rows, param.stride(1) == 1",
+                f"strides {param.stride()} for shape {tuple(param.shape)}",
+            )
+
+    def _step_rows(self, group: Options, update: Update) -> None:
+        """Update a parameter by the row operator: the rows it has, or, dense, as one long row."""
+        position, param, grad, state, scaling = update
+        sparse = grad.layout != torch.strided
+        if param.numel() == 0 or (sparse and grad._nnz() == 0):
+            return
+        work = param.detach()
+        view = as_table
+        rows = used_rows = None
+        multiplier = scaling.multiplier
+        if sparse:
+            rows, used_rows, values, unscaled = row_gradient(grad, multiplier)
+            multiplier = None if unscaled else multiplier
+        else:
+            if not self._keeps_rows(state):
+                view = _as_one_row
+            if not (is_dense(work) if view is _as_one_row else work.is_contiguous()):
+                work = self._empty_like(param, param.dtype).copy_(param)
+            values = view(laid_out_like(grad, work))
+        if (values.dtype == torch.float64) != (param.dtype == torch.float64):
+            values = values.to(accumulation_dtype(param.dtype))
+
+        lr, lr_tensor = _learning_rate(group["lr"], param.device)
+        common = (
+            rows,
+            used_rows,
+            values,
+            state["step"],
+            multiplier,
+            scaling.skip,
+            lr,
+            lr_tensor,
+            float(group.get("weight_decay", 0.0)),
+            bool(group["maximize"]),
+            seed_of(group, param, position),
+        )
+        self._row_step(
+            group,
+            RowCall(
+                view(work),
+                view(state["master"]) if has_master(param, group) else None,
+                {name: view(state[name]) for name in self._moments(group)},
+                {name: state[name] for name in ROW_COUNTERS if name in state},
+                common,
+                sparse,
+                param,
+            ),
+        )
+        if work.data_ptr() != param.data_ptr():
+            param.copy_(work)
+        else:
+            torch.autograd.graph.increment_version(param)
+
+    def _keeps_rows(self, state: State) -> bool:
+        """Whether a dense step tells the rows of a parameter apart."""
+        return self._row_wise or any(name in state for name in ROW_COUNTERS)
+
+
+def _has_rows(param: Tensor) -> bool:
+    return param.shape[1] <= 1 or param.stride(1) == 1
+
+
+def _as_one_row(tensor: Tensor) -> Tensor:
+    return flat(tensor).unsqueeze(0)
+
+
+def _learning_rate(lr: float | Tensor, device: torch.device) -> tuple[float, Tensor | None]:
+    """``lr`` and ``lr_tensor`` of a row operator."""
+    if not isinstance(lr, Tensor):
+        return float(lr), None
+    dtype = lr.dtype if lr.dtype == torch.float64 else torch.float32
+    return 0.0, lr.to(device, dtype, non_blocking=True).reshape(())
+
+
+def seed_of(group: Options, param: Tensor, position: int) -> int:
+    """Of stochastic rounding, -1 for none; parameters must not be rounded alike."""
+    if group["rounding"] != "stochastic" or param.dtype not in LOW_PRECISION:
+        return -1
+    return int((group["seed"] + (position << 32)) % 2**63)
+
+
+def _is_fused(group: Options, param: Tensor, operator: str | None) -> bool:
+    """Whether torch's fused kernel is what was asked for, or what there is to choose.
+
+    Unlike torch, which then takes foreach, ``foreach=None, fused=None`` means fused.
+    """
+    fused = group.get("fused")
+    if fused is None:
+        fused = group.get("foreach") is None and not group.get("differentiable")
+        fused = fused and _has_kernel(cast(str, operator), param.device.type)
+    return bool(fused)
+
+
+@cache
+def _has_kernel(operator: str, device_type: str) -> bool:
+    key = {"cpu": "CPU", "cuda": "CUDA", "mps": "MPS", "xpu": "XPU"}.get(device_type)
+    return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(
+        f"aten::{operator}", key
+    )
+
+
+def _taken(updates: Iterable[Update]) -> Iterator[Update]:
+    """Those whose step is not skipped, with their gradients unscaled, out of place.
+
+    torch's functional optimizers know no flag that stays on the device, so this waits for it, as
+    `torch.amp.GradScaler` does for them.
+    """
+    skips: dict[Scaling, bool] = {}
+    for update in updates:
+        scaling = update.scaling
+        if scaling not in skips:
+            skips[scaling] = scaling.skip is not None and bool(scaling.skip)
+        if skips[scaling]:
+            continue
+        grad = update.grad
+        if grad.dtype != update.param.dtype:
+            grad = grad.to(update.param.dtype)
+        if scaling.multiplier is not None:
+            grad = grad.clone() if grad is update.grad else grad
+            scaling.apply_([grad])
+        yield update._replace(grad=grad)

@@ -1,0 +1,135 @@
+"""Dense parameters for torch's fused kernels: memory layouts, and gradients in bounded scratch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastemb.optim._scaling import Scaling
+
+# Elements that are unscaled at a time. A parameter is cut at multiples of _ALIGNMENT, so that a
+# vectorised kernel treats each element as it does in one call over the whole.
+_CHUNK = {"cpu": 1 << 20}
+_CHUNK_ELSEWHERE = 1 << 24
+_ALIGNMENT = 1 << 14
+
+
+class DenseUpdate(NamedTuple):
+    """One parameter with what its update reads and writes, all of one shape but the step."""
+
+    param: Tensor
+    grad: Tensor
+    states: tuple[Tensor, ...]
+    step: Tensor | None
+
+
+# Called with parameters, gradients, one list per state, and steps.
+Kernel = Callable[[list[Tensor], list[Tensor], list[list[Tensor]], list[Tensor]], None]
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory: no gaps, no overlap, in whatever order."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The elements of a tensor that `is_dense`, 1-D, in the order of memory."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def laid_out_like(tensor: Tensor, template: Tensor) -> Tensor:
+    """``tensor``, or a copy of it with the strides of ``template``, which is dense."""
+    if tensor.stride() == template.stride() or (
+        tensor.is_contiguous() and template.is_contiguous()
+    ):
+        return tensor
+    return torch.empty_like(template, dtype=tensor.dtype).copy_(tensor)
+
+
+def scalar_for(value: float | Tensor, param: Tensor) -> float | Tensor:
+    """A hyperparameter for torch's fused kernels: on the CPU or where the parameter is."""
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        return value.to(param.device, non_blocking=True)
+    return value
+
+
+def run_fused(kernel: Kernel, updates: Sequence[DenseUpdate], scaling: Scaling) -> None:
+    """Call ``kernel`` for parameters of one device and dtype.
+
+    Gradients are never written: torch's fused kernels would store what they unscale, so they get
+    gradients that are unscaled already, in scratch memory that does not grow with the model.
+    """
+    prepared = []
+    copies = []
+    for update in updates:
+        param = update.param
+        if param.numel() == 0:
+            continue
+        if not is_dense(param):
+            param = torch.empty_like(param).copy_(param)
+            copies.append((update.param, param))
+        grad = laid_out_like(update.grad, param)
+        prepared.append(update._replace(param=param, grad=grad))
+    if scaling.multiplier is None and all(u.grad.dtype == u.param.dtype for u in prepared):
+        _call(kernel, prepared)
+    else:
+        for batch in _batches(prepared):
+            _call(kernel, _unscaled(batch, scaling))
+    for param, copy in copies:
+        param.copy_(copy)
+
+
+def _call(kernel: Kernel, updates: Sequence[DenseUpdate]) -> None:
+    if updates:
+        kernel(
+            [u.param for u in updates],
+            [u.grad for u in updates],
+            [list(states) for states in zip(*(u.states for u in updates), strict=True)],
+            [u.step for u in updates if u.step is not None],
+        )
+
+
+def _batches(updates: Sequence[DenseUpdate]) -> Iterator[list[DenseUpdate]]:
+    """Flat pieces of the updates, at most a chunk of elements together."""
+    batch: list[DenseUpdate] = []
+    room = limit = 0
+    for param, grad, states, step in updates:
+        limit = _CHUNK.get(param.device.type, _CHUNK_ELSEWHERE)
+        if not batch:
+            room = limit
+        columns = [flat(tensor) for tensor in (param, grad, *states)]
+        begin, size = 0, param.numel()
+        while begin < size:
+            length = min(size - begin, room)
+            if begin + length < size:
+                length -= length % _ALIGNMENT
+            if length == 0:
+                yield batch
+                batch, room = [], limit
+                continue
+            p, g, *s = (column[begin : begin + length] for column in columns)
+            batch.append(DenseUpdate(p, g, tuple(s), step))
+            begin, room = begin + length, room - length
+    if batch:
+        yield batch
+
+
+def _unscaled(batch: list[DenseUpdate], scaling: Scaling) -> list[DenseUpdate]:
+    """The batch with its gradients unscaled and clipped, in new memory."""
+    sizes = [u.grad.numel() for u in batch]
+    scratch = batch[0].param.new_empty(sum(sizes))
+    grads = list(scratch.split(sizes))
+    torch._foreach_copy_(grads, [u.grad for u in batch])
+    scaling.apply_(grads)
+    return [u._replace(grad=grad) for u, grad in zip(batch, grads, strict=True)]

@@ -1,0 +1,141 @@
+"""Sparse gradients as rows to update: sorted, distinct, repeated ones summed in FP32."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastemb import _row_ops  # noqa: F401  (defines the row operators)
+from fastemb._ops import accumulation_dtype
+
+_ops = torch.ops.fastemb
+
+
+class RowGradient(NamedTuple):
+    """Gradient row k belongs to row ``rows[k]`` of the parameter.
+
+    Attributes:
+        rows: [n] int64, ascending, distinct.
+        used_rows: [1] int32 on the gradient's device: how many of them count; None: all.
+        values: [n, dim], contiguous.
+        unscaled: whether the multiplier given to `row_gradient` has been applied.
+    """
+
+    rows: Tensor
+    used_rows: Tensor | None
+    values: Tensor
+    unscaled: bool
+
+
+def check_sparse(op: str, grad: Tensor) -> None:
+    """Raise `ValueError` for a sparse gradient that is not one of rows."""
+    if grad.layout != torch.sparse_coo:
+        raise ValueError(f"{op}: gradients must be dense or sparse COO, got {grad.layout}")
+    if grad.sparse_dim() != 1 or grad.dense_dim() > 1:
+        raise ValueError(
+            f"{op}: a sparse gradient must have 1 sparse dimension, its rows, and at most 1 dense "
+            f"one, got sparse_dim {grad.sparse_dim()} and dense_dim {grad.dense_dim()} for shape "
+            f"{tuple(grad.shape)}"
+        )
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether reading a tensor waits for nothing."""
+    return tensor.device.type == "cpu"
+
+
+def row_gradient(grad: Tensor, multiplier: Tensor | None = None) -> RowGradient:
+    """The rows of a sparse gradient that `check_sparse` passes; ``grad`` itself is only read.
+
+    On a device this never waits for it: where rows have to be summed the result has room for the
+    most there can be, and `RowGradient.used_rows` says how many there are.
+
+    Args:
+        grad: COO, (num_embeddings, dim) or (num_embeddings,), coalesced or not.
+        multiplier: [] float32, applied where rows are summed, and before they are: a sum of scaled
+            gradients can overflow where the gradient itself does not.
+    """
+    indices, values = _parts(grad)
+    if _distinct_and_sorted(grad, indices):
+        return RowGradient(indices, None, values.contiguous(), False)
+    capacity = None if on_host(grad) else min(indices.numel(), grad.shape[0])
+    rows, num_rows, sums = _sum_rows(grad.shape[0], indices, values, multiplier, capacity)
+    used = None if capacity is None else num_rows
+    return RowGradient(rows[: sums.shape[0]], used, sums, True)
+
+
+def dense_gradient(grad: Tensor, multiplier: Tensor | None = None) -> Tensor:
+    """A sparse gradient that `check_sparse` passes, as a dense FP32 (FP64 for float64) tensor.
+
+    ``multiplier`` is applied before rows are summed, as by `row_gradient`.
+    """
+    indices, values = _parts(grad)
+    rows = grad.shape[0]
+    if indices.numel() == 0:
+        dtype = accumulation_dtype(values.dtype)
+        return torch.zeros(grad.shape, dtype=dtype, device=grad.device)
+    _, _, sums = _sum_rows(rows, indices, values, multiplier, rows, dense=True)
+    return sums.view(grad.shape)
+
+
+def _parts(grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Row numbers [nnz] int64, and values [nnz, dim] as they are stored."""
+    values = grad._values()
+    if grad.dense_dim() == 0:
+        values = values.unsqueeze(1)
+    return grad._indices()[0].contiguous(), values
+
+
+def _distinct_and_sorted(grad: Tensor, indices: Tensor) -> bool:
+    """Whether the rows can be taken as they are.
+
+    On the CPU the rows themselves are looked at: autograd drops the coalesced flag from gradients
+    that deserve it. On a device that would be a synchronisation, and the flag decides.
+    """
+    if indices.numel() < 2:
+        return True
+    if on_host(grad):
+        return bool((indices[1:] > indices[:-1]).all())
+    return grad.is_coalesced()
+
+
+def _sum_rows(
+    num_embeddings: int,
+    indices: Tensor,
+    values: Tensor,
+    multiplier: Tensor | None,
+    out_rows: int | None,
+    *,
+    dense: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Distinct rows, their number, and their sums: the backward of a lookup of ``indices``.
+
+    ``out_rows`` None: as many as there are, which is read from the device.
+    """
+    lookups = indices.view(-1, 1)
+    order, rows, segments, num_rows = _ops.group_indices(lookups, None, num_embeddings, -1, False)
+    weights = None
+    if multiplier is not None:
+        weights = multiplier.expand(lookups.shape).contiguous()
+    sums = _ops.embedding_bag_backward(
+        values.contiguous(),
+        lookups,
+        None,
+        weights,
+        None,
+        order,
+        rows,
+        segments,
+        num_rows,
+        num_embeddings,
+        int(num_rows.item()) if out_rows is None else out_rows,
+        "sum",
+        -1,
+        False,
+        False,
+        dense,
+        accumulation_dtype(values.dtype),
+    )
+    return rows, num_rows, sums

@@ -1,0 +1,63 @@
+"""Checks of the options that all optimizers have; errors name argument, expectation and value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+# Options of a param group, or the defaults of all groups.
+Options = dict[str, Any]
+
+
+def option_error(op: str, expected: str, got: object) -> ValueError:
+    return ValueError(f"{op}: {expected}, got {got!r}")
+
+
+def require_number(
+    op: str, name: str, value: Any, low: float = 0.0, *, open_low: bool = False
+) -> None:
+    """Raise unless ``value`` is a number, or a tensor of one, from ``low`` on (or above it)."""
+    bound = f"> {low:g}" if open_low else f">= {low:g}"
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise option_error(op, f"{name} must have 1 element", f"shape {tuple(value.shape)}")
+    else:
+        try:
+            float(value)
+        except (TypeError, ValueError):
+            raise TypeError(f"{op}: {name} must be a number {bound}, got {value!r}") from None
+    if not (value > low if open_low else value >= low):
+        raise option_error(op, f"{name} must be {bound}", value)
+
+
+def check_options(op: str, options: Options, decays: tuple[str, ...]) -> None:
+    """Raise for what all optimizers refuse; options that an optimizer lacks are not looked at.
+
+    Args:
+        op: name of the optimizer.
+        options: of the constructor or of a group.
+        decays: what ``decay`` may be.
+    """
+    lr = options["lr"]
+    require_number(op, "lr", lr)
+    if isinstance(lr, Tensor) and options.get("foreach") and not options.get("capturable"):
+        raise option_error(op, "lr must be a float with foreach=True and capturable=False", lr)
+    for other in ("differentiable", "foreach"):
+        if options.get("fused") and options.get(other):
+            raise option_error(op, f"{other} must be False with fused=True", options[other])
+    if "decay" in options and options["decay"] not in decays:
+        known = ", ".join(map(repr, decays))
+        raise option_error(op, f"decay must be one of {known}", options["decay"])
+
+    master, rounding, seed = options["master"], options["rounding"], options["seed"]
+    if rounding not in ("nearest", "stochastic"):
+        raise option_error(op, "rounding must be 'nearest' or 'stochastic'", rounding)
+    if master not in (None, "fp32"):
+        raise option_error(op, "master must be 'fp32' or None, the default", master)
+    if master is not None and rounding == "stochastic":
+        raise option_error(
+            op, "master must be None with rounding='stochastic', which keeps no copy", master
+        )
+    if not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise option_error(op, "seed must be an int in [0, 2**63)", seed)

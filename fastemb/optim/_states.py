@@ -1,0 +1,223 @@
+"""Groups and states of the optimizers: what there is, in which dtype, and how it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from fastemb._memory import advise_huge_pages
+from fastemb._ops import accumulation_dtype
+from fastemb.optim._options import Options, check_options, option_error, require_number
+
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+_DTYPES = (*LOW_PRECISION, torch.float32, torch.float64)
+
+# States with one int32 number per row.
+ROW_COUNTERS = ("row_step", "row_count")
+
+# As torch.optim's.
+ParamsT = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+State = dict[str, Any]
+
+
+class StatefulOptimizer(torch.optim.Optimizer):
+    """The part of an optimizer that is not its step.
+
+    The state of a parameter holds, as far as they are needed:
+
+    - ``step``: [] float32 on the device of the parameter, where it is read without waiting;
+    - moments: FP32 (FP64 for float64 parameters) in the parameter's shape, unless the subclass
+      says otherwise;
+    - ``master``: the FP32 copy of a float16 or bfloat16 parameter;
+    - ``row_step``, ``row_count``: [num_embeddings] int32.
+
+    Each is made when a step first needs it, so that a checkpoint may lack any of them.
+    """
+
+    # All moments there can be; `_moments` says which there are.
+    _moment_names: tuple[str, ...] = ()
+    # What `decay` may be.
+    _decays: tuple[str, ...] = ("touched", "all")
+    # Whether also a dense step works on rows, so that states have to be contiguous.
+    _row_wise = False
+
+    def __init__(self, params: ParamsT, defaults: Options) -> None:
+        self._check_options(defaults)
+        super().__init__(params, defaults)
+
+    # ---- groups ----
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as `torch.optim.Optimizer.add_param_group`; its options are checked.
+
+        Raises:
+            ValueError: an option outside its values, or a parameter that cannot be optimized: not
+                dense, or of another dtype than float16, bfloat16, float32 and float64.
+            TypeError: an option that is not a number where one is expected.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check_options(group)
+            for index, param in enumerate(group["params"]):
+                if param.layout != torch.strided:
+                    raise self._error(f"params[{index}] must be a dense tensor", param.layout)
+                if param.dtype not in _DTYPES:
+                    raise self._error(
+                        f"params[{index}] must be float16, bfloat16, float32 or float64",
+                        param.dtype,
+                    )
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def _check_options(self, options: Options) -> None:
+        """Raise for options, of the constructor or of a group, outside their values."""
+        check_options(type(self).__name__, options, self._decays)
+
+    def _require_number(
+        self, options: Options, name: str, low: float = 0.0, *, open_low: bool = False
+    ) -> None:
+        require_number(type(self).__name__, name, options[name], low, open_low=open_low)
+
+    def _error(self, expected: str, got: object) -> ValueError:
+        return option_error(type(self).__name__, expected, got)
+
+    # ---- states ----
+
+    def _moments(self, group: Options) -> dict[str, float]:
+        """Moments that a step with these options needs, and what they are filled with first."""
+        raise NotImplementedError
+
+    def _moment_dtype(self, param: Tensor, group: Options) -> torch.dtype:
+        return accumulation_dtype(param.dtype)
+
+    def _state_shape(self, param: Tensor, name: str) -> torch.Size | None:
+        """What a state of this name has to look like; None: it is none of ours."""
+        if name in ROW_COUNTERS:
+            return param.shape[:1]
+        return param.shape if name == "master" or name in self._moment_names else None
+
+    def _add_step(self, param: Tensor, state: State, first: float = 0.0) -> None:
+        if "step" not in state:
+            state["step"] = torch.full((), first, dtype=torch.float32, device=param.device)
+
+    def _add_moments(self, param: Tensor, group: Options, state: State) -> None:
+        for name, initial in self._moments(group).items():
+            if name not in state:
+                dtype = self._moment_dtype(param, group)
+                state[name] = self._new_state(param, name, dtype).fill_(initial)
+
+    def _add_master(self, param: Tensor, group: Options, state: State) -> None:
+        if not has_master(param, group):
+            state.pop("master", None)  # not kept up from here on
+        elif "master" not in state:
+            state["master"] = self._new_state(param, "master", torch.float32).copy_(param)
+
+    def _add_counter(self, param: Tensor, state: State, name: str) -> None:
+        """Rows are taken to have been part of all steps so far: those were dense."""
+        if name not in state:
+            state[name] = self._new_state(param, name, torch.int32).copy_(state["step"])
+
+    def _new_state(self, param: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+        shape = self._state_shape(param, name)
+        if shape is None or shape == param.shape:
+            return self._empty_like(param, dtype)
+        state = torch.empty(shape, dtype=dtype, device=param.device)
+        advise_huge_pages(state)
+        return state
+
+    def _empty_like(self, param: Tensor, dtype: torch.dtype) -> Tensor:
+        """Memory of the parameter's shape, laid out as the kernels want it, on huge pages."""
+        layout = torch.contiguous_format if self._row_wise else torch.preserve_format
+        state = torch.empty_like(param, dtype=dtype, memory_format=layout, requires_grad=False)
+        advise_huge_pages(state)
+        return state
+
+    # ---- state_dict ----
+
+    @_disable_dynamo
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` of this or of the same-named torch optimizer has returned.
+
+        States keep their dtype, where torch would cast them to that of the parameter: a master or
+        a moment in FP32 comes back bit for bit. What a torch checkpoint does not have (masters,
+        row counters) is rebuilt from the parameters and the step count. All states are copies.
+
+        Raises:
+            ValueError: a state of another shape than its parameter needs, or other groups.
+        """
+        # After the hooks of the user; __setstate__ comes before those that run after loading.
+        handle = self.register_load_state_dict_pre_hook(lambda _, loaded: self._hide(loaded))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def _hide(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """``state_dict`` with its states out of sight of torch's cast; their shapes are checked."""
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        states = dict(state_dict["state"])
+        for key, param in zip(saved, params, strict=False):  # torch checks the lengths
+            if key not in states:
+                continue
+            for name, value in states[key].items():
+                shape = self._state_shape(param, name)
+                if isinstance(value, Tensor) and shape is not None and value.shape != shape:
+                    raise self._error(
+                        f"state {name!r} of parameter {key} must have shape {tuple(shape)}",
+                        tuple(value.shape),
+                    )
+            states[key] = {name: _Hidden(value) for name, value in states[key].items()}
+        return {**state_dict, "state": states}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, default in self.defaults.items():
+                group.setdefault(name, default)
+            for param in group["params"]:
+                if param in self.state:
+                    self.state[param] = self._loaded(param, group, self.state[param])
+
+    def _loaded(self, param: Tensor, group: Options, state: State) -> State:
+        """``state`` with what `_hide` has hidden in the dtype, device and layout of a step."""
+        result: State = {}
+        for name, value in state.items():
+            if not isinstance(value, _Hidden):
+                result[name] = value
+                continue
+            value = value.value
+            if name == "step":  # a number in torch's SparseAdam
+                step = torch.as_tensor(value, dtype=torch.float32, device=param.device)
+                result[name] = step.detach().clone()
+            elif not isinstance(value, Tensor):
+                if value is not None:  # torch's SGD without momentum
+                    result[name] = value
+            elif self._state_shape(param, name) is None:  # somebody else's
+                result[name] = value.detach().to(param.device, copy=True)
+            elif name in self._moment_names:
+                dtype = self._moment_dtype(param, group)
+                result[name] = self._new_state(param, name, dtype).copy_(value)
+            elif value.dtype == (torch.float32 if name == "master" else torch.int32):
+                result[name] = self._new_state(param, name, value.dtype).copy_(value)
+            # Else a master or a row counter has been through torch's optimizer, which casts it
+            # and does not keep it up: it is made again when a step needs it.
+        return result
+
+
+class _Hidden:
+    """A loaded state, out of the sight of torch's `load_state_dict`, which would cast it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def has_master(param: Tensor, group: Options) -> bool:
+    return param.dtype in LOW_PRECISION and group["rounding"] == "nearest"

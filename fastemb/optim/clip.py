@@ -1,0 +1,168 @@
+"""Clipping of gradients by their norm, sparse ones included."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from fastemb.optim._dense import flat, is_dense
+from fastemb.optim._gradients import check_sparse, on_host, row_gradient
+
+__all__ = ["clip_grad_norm_"]
+
+_OP = "clip_grad_norm_"
+_PIECE = 1 << 15  # elements that are FP64 at a time on the CPU, within a core's cache
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale gradients in place so that their common norm is at most ``max_norm``.
+
+    `torch.nn.utils.clip_grad_norm_` for dense and sparse (COO) gradients together. The norm of a
+    sparse gradient is that of what it stands for: repeated rows are added up first, in FP32. Norms
+    are computed in FP64, so that squares do not overflow. Gradients that share their memory, as
+    those of two tables whose outputs were added, are scaled once. Does not wait for the device
+    unless ``error_if_nonfinite``.
+
+    Args:
+        parameters: a tensor or an iterable of tensors whose ``.grad`` is clipped.
+        max_norm: largest norm that stays as it is.
+        norm_type: > 0, p of the p-norm; ``inf`` for the largest absolute value.
+        error_if_nonfinite: raise where the norm is NaN or infinite, before anything is scaled.
+        foreach: False: one gradient at a time rather than lists of them. The result is the same.
+
+    Returns:
+        The norm before clipping, [] on the device of the first gradient, float32 (float64 where a
+        gradient is); 0 without gradients.
+
+    Raises:
+        ValueError: ``norm_type`` is not > 0; a sparse gradient that is not one of rows.
+        RuntimeError: the norm is not finite and ``error_if_nonfinite``.
+
+    With :math:`n` the norm, gradients are multiplied by :math:`\\min(1, \\mathrm{max\\_norm} /
+    (n + 10^{-6}))`, as torch does.
+    """
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"{_OP}: norm_type must be > 0, got {norm_type!r}")
+    if isinstance(parameters, Tensor):
+        parameters = [parameters]
+    params = [p for p in parameters if p.grad is not None]
+    if not params:
+        return torch.tensor(0.0)
+    for param in params:
+        if _grad(param).layout != torch.strided:
+            check_sparse(_OP, _grad(param))
+
+    device = _grad(params[0]).device
+    summed = [_summed(_grad(p)) for p in params]
+    # The largest of no values is an error in torch; here empty gradients just do not count.
+    norms = _norms([values for values in summed if values.numel() > 0], norm_type, foreach)
+    norms = [torch.zeros((), dtype=torch.float64, device=device), *(n.to(device) for n in norms)]
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, "
+            "so it cannot be clipped. To disable this error and scale the gradients by the "
+            "non-finite norm anyway, set `error_if_nonfinite=False`"
+        )
+    coefficient = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
+    _scale(params, coefficient, foreach)
+    double = any(_grad(p).dtype == torch.float64 for p in params)
+    return total if double else total.float()
+
+
+def _grad(param: Tensor) -> Tensor:
+    assert param.grad is not None
+    return param.grad
+
+
+def _summed(grad: Tensor) -> Tensor:
+    """A dense gradient, or the values of a sparse one after repeated rows were added up."""
+    if grad.layout == torch.strided:
+        return grad
+    rows = row_gradient(grad)
+    if rows.used_rows is None:
+        return rows.values
+    used = torch.arange(rows.values.shape[0], device=grad.device) < rows.used_rows
+    return torch.where(used.unsqueeze(1), rows.values, 0.0)
+
+
+def _norms(tensors: list[Tensor], norm_type: float, foreach: bool | None) -> list[Tensor]:
+    """FP64 norms that together have the norm of the tensors together."""
+    norms: list[Tensor] = []
+    for members in _by_kind(tensors).values():
+        if on_host(members[0]):
+            norms += [_norm_in_pieces(member, norm_type) for member in members]
+        elif foreach is False:
+            norms += [torch.linalg.vector_norm(m, norm_type, dtype=torch.float64) for m in members]
+        else:
+            norms += torch._foreach_norm(members, norm_type, dtype=torch.float64)
+    return norms
+
+
+def _norm_in_pieces(tensor: Tensor, norm_type: float) -> Tensor:
+    """FP64 norm; torch's kernel for the CPU would first make a copy of the whole in FP64."""
+    values = flat(tensor) if is_dense(tensor) else tensor.reshape(-1)
+    pieces = values.split(_PIECE)
+    norms = [torch.linalg.vector_norm(p, norm_type, dtype=torch.float64) for p in pieces]
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def _scale(params: list[Tensor], coefficient: Tensor, foreach: bool | None) -> None:
+    """Multiply every gradient once, also where several share memory."""
+    targets: dict[tuple[object, ...], Tensor] = {}
+    for param in params:
+        grad = _grad(param)
+        sparse = grad.layout != torch.strided
+        target = grad._values() if sparse else grad
+        if _overlaps_itself(target):
+            target = target.contiguous()
+            param.grad = _with_values(grad, target) if sparse else target
+        targets.setdefault((target.data_ptr(), target.shape, target.stride()), target)
+
+    for members in _by_kind(targets.values()).values():
+        first = members[0]
+        if first.dtype in _LOW_PRECISION:
+            # The coefficient would be rounded to their dtype, or to 0.
+            factor = coefficient.to(first.device, torch.float32)
+            for member in members:
+                member.copy_(member.float().mul_(factor))
+        elif foreach is False:
+            for member in members:
+                member.mul_(coefficient.to(first.device, first.dtype))
+        else:
+            torch._foreach_mul_(members, coefficient.to(first.device, first.dtype))
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Whether it was expanded: what autograd makes of a sum, for one."""
+    return any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _with_values(grad: Tensor, values: Tensor) -> Tensor:
+    return torch.sparse_coo_tensor(
+        grad._indices(),
+        values,
+        grad.shape,
+        is_coalesced=grad.is_coalesced(),
+        check_invariants=False,
+    )
+
+
+def _by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """The tensors of each device and dtype."""
+    kinds = defaultdict(list)
+    for tensor in tensors:
+        kinds[tensor.device, tensor.dtype].append(tensor)
+    return kinds

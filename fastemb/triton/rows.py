@@ -1,0 +1,193 @@
+"""What the kernels of the row optimizers share: which rows count, what goes in and what comes out.
+
+`RowStep` in ``csrc/ops.h`` says what each of these does. ``at`` are places in param, whose rows may
+lie apart, ``at_state`` those in the master and the states, whose rows do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fastemb.triton.bags import (
+    TRITON_DTYPES,
+    VARIABLES,
+    accumulation_dtype,
+    narrow,
+    row_stride,
+    tile,
+    widen,
+)
+from fastemb.triton.stochastic import random_bits, round_stochastic, row_key
+
+# For triton.jit(do_not_specialize=...), as in bags.py.
+STEP_VARIABLES = [*VARIABLES, "grad_rows", "seed"]
+
+
+# ---------------------------------------------------------------------------------------------
+# device
+# ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def in_double(x):
+    """A scalar in f64. Interpreted Triton passes a Python float, which has no ``to``."""
+    return tl.full((), x, tl.float64)
+
+
+@triton.jit
+def integer_power(base, exponent, largest):
+    """base ** exponent in f64 by square and multiply; ``largest`` is the largest exponent."""
+    power = (exponent * 0).to(tl.float64) + 1.0
+    exponent = tl.maximum(exponent, 0)
+    while largest > 0:
+        power = tl.where((exponent & 1) == 1, power * base, power)
+        base *= base
+        exponent >>= 1
+        largest >>= 1
+    return power
+
+
+@triton.jit
+def learning_rate(lr, lr_tensor):
+    if lr_tensor is None:
+        rate = in_double(lr)
+    else:
+        rate = tl.load(lr_tensor).to(tl.float64)
+    return rate
+
+
+@triton.jit
+def rows_to_update(grad_rows, used_rows, found_inf):
+    """How many leading rows count, int64; none in a step that is skipped."""
+    count = tl.full((), grad_rows, tl.int64)
+    if used_rows is not None:
+        count = tl.minimum(count, tl.load(used_rows).to(tl.int64))
+    if found_inf is not None:
+        count = tl.where(tl.load(found_inf) != 0, 0, count)
+    return count
+
+
+@triton.jit
+def rows_at(rows, place, count, num_embeddings):
+    """Rows of the table at the places, and where there is one."""
+    there = place < count
+    if rows is None:
+        row = place
+    else:
+        row = tl.load(rows + place, mask=there, other=0)
+    return row, there & (row >= 0) & (row < num_embeddings)
+
+
+@triton.jit
+def load_values(param, master, at, at_state, mask, ACC: tl.constexpr):
+    """The master, or the parameter's own value where somebody else has written it."""
+    own = tl.load(param + at, mask=mask, other=0)
+    value = widen(own, ACC)
+    if master is not None:
+        kept = tl.load(master + at_state, mask=mask, other=0)
+        rounded = narrow(kept, own.dtype).to(tl.int16, bitcast=True)
+        value = tl.where(rounded == own.to(tl.int16, bitcast=True), kept, value)
+    return value
+
+
+@triton.jit
+def load_moment(state, at, mask, ACC: tl.constexpr):
+    return widen(tl.load(state + at, mask=mask, other=0), ACC)
+
+
+@triton.jit
+def store_moment(state, at, value, mask):
+    tl.store(state + at, narrow(value, state.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_gradient(
+    grad,
+    value,
+    at,
+    mask,
+    inv_scale,
+    weight_decay,
+    MAXIMIZE: tl.constexpr,
+    DECAY: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    g = widen(tl.load(grad + at, mask=mask, other=0), ACC)
+    if inv_scale is not None:
+        g *= tl.load(inv_scale).to(ACC)
+    if MAXIMIZE:
+        g *= -1.0  # minus is a subtraction from zero in Triton, and loses the sign of zeros
+    if DECAY:
+        g += value * in_double(weight_decay).to(ACC)
+    return g
+
+
+@triton.jit
+def store_values(
+    param, master, value, at, at_state, mask, seed, step, row, column, STOCHASTIC: tl.constexpr
+):
+    dtype: tl.constexpr = param.dtype.element_ty
+    if master is not None:
+        tl.store(master + at_state, value, mask=mask)
+    if STOCHASTIC:
+        random = random_bits(row_key(seed, step, row)[:, None], column[None, :])
+        tl.store(param + at, round_stochastic(value, random, dtype), mask=mask)
+    else:
+        tl.store(param + at, narrow(value, dtype), mask=mask)
+
+
+# ---------------------------------------------------------------------------------------------
+# host
+# ---------------------------------------------------------------------------------------------
+
+# Of a tile: eight f32 a lane, for up to six values each, and a warp needs no more to be busy.
+TILE_ELEMENTS = 256
+# The arguments that every kernel of a step takes, in its order.
+STEP_TENSORS = ("rows", "used_rows", "grad", "step", "inv_scale", "found_inf")
+STEP_NUMBERS = ("lr", "lr_tensor", "weight_decay", "seed")
+
+
+def programs(device: torch.device, tiles: int) -> int:
+    """Enough to balance the multiprocessors, which hold 64 warps at most; interpreted, two, so that
+    one has several tiles.
+    """
+    if device.type == "cpu":
+        return min(tiles, 2)
+    return min(tiles, 256 * torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def step_constants(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What the launches have in common: constants and options."""
+    param = arguments["param"]
+    acc = accumulation_dtype(param.dtype)
+    one_row = param.shape[0] == 1
+    half = param.dtype in (torch.float16, torch.bfloat16)
+    return {
+        "STOCHASTIC": half and arguments["seed"] >= 0,
+        # A constant (see bags.py), but not another one for each length of a single row.
+        "STRIDE": 0 if one_row else row_stride(param),
+        "ACC": TRITON_DTYPES[acc],
+        # It would round otherwise than the CPU and CUDA kernels do.
+        "enable_fp_fusion": False,
+        **tile(param.shape[1], acc, elements=TILE_ELEMENTS, most_rows=TILE_ELEMENTS),
+    }
+
+
+def elementwise_constants(arguments: Mapping[str, Any], rows: int) -> tuple[dict[str, Any], int]:
+    """The same where a row may be shared out, with DIM; and the number of tiles of ``rows`` rows.
+
+    DIM is None for a parameter of one row, which any dense parameter becomes: there are too many
+    lengths to compile for each.
+    """
+    num_embeddings, dim = arguments["param"].shape
+    constants = step_constants(arguments)
+    constants["DIM"] = dim
+    if num_embeddings == 1:
+        constants |= {"DIM": None, "ROWS": 1, "COLUMNS": TILE_ELEMENTS}
+    blocks = triton.cdiv(dim, constants["COLUMNS"])
+    return constants, triton.cdiv(rows, constants["ROWS"]) * blocks

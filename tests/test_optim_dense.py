@@ -1,0 +1,257 @@
+"""Dense parameters: the bits of torch's optimizers, over options, layouts and gradient scalers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from optim_cases import assert_same_bits
+from torch import Tensor, nn
+
+from fastemb import optim
+from fastemb.optim import _dense
+
+
+def shared(draw: st.DrawFn, *more: str) -> dict[str, Any]:
+    values: dict[str, st.SearchStrategy[Any]] = {
+        "lr": st.sampled_from([1e-3, 0.3, 0.0, torch.tensor(0.05)]),
+        "weight_decay": st.sampled_from([0, 0.1]),
+        "maximize": st.booleans(),
+        "betas": st.sampled_from([(0.9, 0.999), (0.0, 0.5)]),
+        "eps": st.sampled_from([1e-8, 0.1, 0.0]),
+        "amsgrad": st.booleans(),
+        "lr_decay": st.sampled_from([0, 0.1]),
+        "initial_accumulator_value": st.sampled_from([0, 0.5]),
+        "momentum": st.sampled_from([0, 0.9]),
+        "dampening": st.sampled_from([0, 0.3]),
+        "nesterov": st.booleans(),
+    }
+    return {name: draw(values[name]) for name in ("lr", "weight_decay", "maximize", *more)}
+
+
+@st.composite
+def optimizers(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
+    name = draw(st.sampled_from(["Adam", "AdamW", "Adagrad", "SGD"]))
+    if name == "SGD":
+        options = shared(draw, "momentum", "dampening", "nesterov")
+        if options["nesterov"]:
+            options.update(momentum=0.9, dampening=0)
+    elif name == "Adagrad":
+        options = shared(draw, "lr_decay", "eps", "initial_accumulator_value")
+    else:
+        options = shared(draw, "betas", "eps", "amsgrad")
+    return name, options
+
+
+def parameters(dtype: torch.dtype, seed: int) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def values(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=dtype)
+
+    tensors = [
+        values(),
+        values(0, 3),
+        values(37),
+        values(5, 7),
+        values(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        values(6, 4).t(),
+        values(3, 8)[:, ::2],  # with gaps
+    ]
+    return [nn.Parameter(t) for t in tensors]
+
+
+def set_gradients(params: list[nn.Parameter], seed: int, scale: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for param in params:
+        grad = torch.randn(param.shape, generator=generator, dtype=param.dtype) * scale
+        if grad.numel() > 4:
+            grad.view(-1)[::5] = 0.0  # also -0.0 under maximize
+        param.grad = torch.empty_like(param).copy_(grad)
+
+
+def contiguous(params: list[nn.Parameter]) -> list[nn.Parameter]:
+    """What torch's fused kernels can take: they do not look at strides."""
+    return [
+        p
+        if _dense.is_dense(p)
+        else nn.Parameter(p.detach().clone(memory_format=torch.contiguous_format))
+        for p in params
+    ]
+
+
+@given(
+    optimizer=optimizers(),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    implementation=st.sampled_from([{}, {"fused": True}, {"foreach": True}, {"foreach": False}]),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=40)
+def test_bits_of_torch(
+    optimizer: tuple[str, dict[str, Any]],
+    dtype: torch.dtype,
+    implementation: dict[str, bool],
+    seed: int,
+) -> None:
+    name, options = optimizer
+    if implementation.get("foreach") and isinstance(options["lr"], Tensor):
+        options = {**options, "lr": 0.05}
+    ours, theirs = parameters(dtype, seed), contiguous(parameters(dtype, seed))
+    a = getattr(optim, name)(ours, **options, **implementation)
+    b = getattr(torch.optim, name)(theirs, **options, **(implementation or {"fused": True}))
+    for step in range(3):
+        set_gradients(ours, seed + step)
+        set_gradients(theirs, seed + step)
+        if step == 1:  # a parameter that is not part of every step
+            ours[3].grad = theirs[3].grad = None
+        a.step()
+        b.step()
+        for x, y in zip(ours, theirs, strict=True):
+            assert_same_bits(x, y)
+    for x, y in zip(ours, theirs, strict=True):
+        for key, value in b.state[y].items():
+            if x.numel():
+                assert_same_bits(a.state[x][key], value)
+
+
+@pytest.mark.parametrize("scale", [2.0**10, 1000.0])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("Adam", {"weight_decay": 0.1, "amsgrad": True}),
+        ("AdamW", {}),
+        ("Adagrad", {"lr_decay": 0.1}),
+        ("SGD", {"momentum": 0.9, "weight_decay": 0.1}),
+        ("SGD", {"momentum": 0.9, "dampening": 0.5}),
+        ("SGD", {}),
+    ],
+)
+def test_bits_of_torch_under_its_gradient_scaler(
+    monkeypatch: pytest.MonkeyPatch, scale: float, name: str, options: dict[str, Any]
+) -> None:
+    """Also where gradients are unscaled piece by piece; and they are not written."""
+    monkeypatch.setitem(_dense._CHUNK, "cpu", 1 << 14)
+    sizes = [5, (1 << 14) - 3, 3 * (1 << 14) + 77, 11]
+    generator = torch.Generator().manual_seed(0)
+    ours = [nn.Parameter(torch.randn(n, generator=generator)) for n in sizes]
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
+    results = []
+    for params, cls, extra in (
+        (ours, getattr(optim, name), {}),
+        (theirs, getattr(torch.optim, name), {"fused": True}),
+    ):
+        optimizer = cls(params, lr=0.01, **options, **extra)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
+        scaler.scale(torch.zeros(1))
+        for step in range(4):
+            set_gradients(params, step, scaler.get_scale())
+            if step == 2:
+                params[0].grad[1] = float("inf")
+            before = [p.grad.clone() for p in params]
+            scaler.step(optimizer)
+            scaler.update()
+            if params is ours:
+                for param, grad in zip(params, before, strict=True):
+                    assert_same_bits(param.grad, grad)
+        results.append((optimizer, scaler.get_scale()))
+    (a, scale_a), (b, scale_b) = results
+    assert scale_a == scale_b
+    for x, y in zip(ours, theirs, strict=True):
+        assert_same_bits(x, y)
+        for key, value in b.state[y].items():
+            assert_same_bits(a.state[x][key], value)
+
+
+def test_chunks_cover_every_element_once() -> None:
+    n = _dense._ALIGNMENT
+    sizes = [3, n, 1, 5 * n + 7, 0, 2]
+    updates = [
+        _dense.DenseUpdate(torch.zeros(s), torch.zeros(s), (torch.zeros(s),), None) for s in sizes
+    ]
+    limit = _dense._CHUNK["cpu"]
+    _dense._CHUNK["cpu"] = 2 * n
+    try:
+        for batch in _dense._batches([u for u in updates if u.param.numel()]):
+            assert sum(piece.param.numel() for piece in batch) <= 2 * n
+            for piece in batch:
+                assert piece.param.storage_offset() % n == 0
+                piece.param.add_(1)
+                piece.grad.add_(1)
+                piece.states[0].add_(1)
+    finally:
+        _dense._CHUNK["cpu"] = limit
+    for update in updates:
+        for tensor in (update.param, update.grad, *update.states):
+            assert bool((tensor == 1).all())
+
+
+def test_gradients_of_other_dtypes_and_strides() -> None:
+    start = torch.randn(4, 6, dtype=torch.float32)
+    p, q = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    p.grad_dtype = torch.bfloat16
+    grad = torch.randn(6, 4).bfloat16().t()
+    p.grad, q.grad = grad, grad.float().contiguous()
+    optim.Adam([p], lr=0.1).step()
+    torch.optim.Adam([q], lr=0.1, fused=True).step()
+    assert_same_bits(p, q)
+    assert p.grad is grad
+
+
+def test_default_is_fused_and_explicit_choices_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    kernel = torch._fused_adam_
+    monkeypatch.setattr(
+        torch, "_fused_adam_", lambda *a, **k: (calls.append(1), kernel(*a, **k))[1]
+    )
+    for options, fused in (
+        ({}, True),
+        ({"fused": True}, True),
+        ({"fused": False}, False),
+        ({"foreach": False}, False),
+        ({"foreach": True}, False),
+        ({"capturable": True}, True),
+    ):
+        calls.clear()
+        p = nn.Parameter(torch.ones(3))
+        p.grad = torch.ones(3)
+        optim.Adam([p], **options).step()
+        assert bool(calls) == fused, options
+        assert bool((p < 1).all())
+
+
+def test_differentiable_step() -> None:
+    """A gradient with a graph: d parameter / d lr-like factor, as torch gives it."""
+    results = []
+    for cls in (optim.Adam, torch.optim.Adam):
+        factor = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+        start = torch.tensor([1.0, -2.0], dtype=torch.float64)
+        param = start.clone()
+        param.requires_grad_(True)
+        copy = param.clone()
+        copy.retain_grad()
+        optimizer = cls([copy], lr=0.1, differentiable=True)
+        copy.grad = factor * torch.tensor([3.0, 0.5], dtype=torch.float64)
+        optimizer.step()
+        results.append(torch.autograd.grad(copy.sum(), factor)[0])
+    assert_same_bits(results[0], results[1])
+
+
+def test_differentiable_refuses_what_torch_does_not_do() -> None:
+    p = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
+    p.grad = torch.ones(2, 2, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"differentiable=True .*bfloat16 parameter"):
+        optim.Adam([p], differentiable=True).step()
+
+
+def test_autograd_notices_the_step() -> None:
+    """A graph that has saved a parameter refuses to run after the step."""
+    for dtype in (torch.float32, torch.bfloat16):
+        p = nn.Parameter(torch.ones(3, dtype=dtype))
+        loss = (p * p).sum()
+        loss.backward(retain_graph=True)
+        optim.Adam([p]).step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()

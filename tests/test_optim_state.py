@@ -1,0 +1,390 @@
+"""Groups, options and their errors, schedulers, state_dict in both directions, pickles."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from optim_cases import CLASSES, assert_same_bits, bits, random_rows, snapshot
+from torch import Tensor, nn
+
+from fastemb import optim
+
+PAIRS = [
+    ("Adam", {}),
+    ("Adam", {"amsgrad": True}),
+    ("AdamW", {}),
+    ("SparseAdam", {}),
+    ("Adagrad", {"initial_accumulator_value": 0.1}),
+    ("SGD", {"momentum": 0.9}),
+    ("SGD", {"momentum": 0.9, "dampening": 0.1}),
+    ("SGD", {}),
+]
+
+
+def train(optimizer: torch.optim.Optimizer, seed: int, steps: int = 2) -> None:
+    """Sparse gradients for SparseAdam, dense ones for the others."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+                sparse = type(optimizer).__name__ == "SparseAdam"
+                param.grad = grad.to_sparse(1) if sparse else grad
+        optimizer.step()
+
+
+def saved(state: Any, weights_only: bool = True) -> Any:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=weights_only)
+
+
+def fused(cls: type) -> dict[str, bool]:
+    in_torch = cls.__module__.startswith("torch.") and cls.__name__ != "SparseAdam"
+    return {"fused": True} if in_torch else {}
+
+
+# ---- state_dict ----
+
+
+@pytest.mark.parametrize(("name", "options"), PAIRS)
+def test_state_dicts_go_to_torch_and_back(name: str, options: dict[str, Any]) -> None:
+    ours, theirs = getattr(optim, name), getattr(torch.optim, name)
+    start = [torch.randn(4, 3), torch.randn(5, 2)]
+    want = [nn.Parameter(s.clone()) for s in start]
+    reference = theirs(want, lr=0.1, **options, **fused(theirs))
+    train(reference, 0)
+    train(reference, 1)
+    for first, second in ((theirs, ours), (ours, theirs), (ours, ours)):
+        params = [nn.Parameter(s.clone()) for s in start]
+        a = first(params, lr=0.1, **options, **fused(first))
+        train(a, 0)
+        exported = saved(a.state_dict())
+        if first is ours:
+            reached = reference.state_dict()["state"]
+            extra = {"step"} if "dampening" in options else set()
+            for key, state in exported["state"].items():
+                assert set(state) == set(reached[key]) | extra
+                for entry in set(reached[key]):
+                    assert type(state[entry]) is type(reached[key][entry])
+        b = second(params, lr=7.0, **options, **fused(second))
+        b.load_state_dict(exported)
+        assert b.param_groups[0]["lr"] == 0.1
+        if second is theirs and exported["param_groups"][0].get("fused", 0) is None:
+            for group in b.param_groups:
+                group["fused"] = True
+        train(b, 1)
+        for p, q in zip(params, want, strict=True):
+            if name == "SparseAdam":
+                torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-6, atol=1e-6)
+            else:
+                assert_same_bits(p, q)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_state_dict_is_exact(cls: type[optim.Adam], dtype: torch.dtype) -> None:
+    """Saved with weights_only, loaded: the same bits, in memory of their own; and so on."""
+    generator = torch.Generator().manual_seed(0)
+    options = {optim.AdamW: {"row_bias_correction": True}, optim.SGD: {"momentum": 0.9}}.get(
+        cls, {}
+    )
+    weight = torch.randn(6, 4, generator=generator).to(dtype)
+    p, q = nn.Parameter(weight.clone()), nn.Parameter(weight.clone())
+    a, b = cls([p], lr=0.1, **options), cls([q], lr=0.1, **options)
+    gradients = [random_rows(generator, 6, 4, 5, dtype) for _ in range(4)]
+
+    def run(optimizer: torch.optim.Optimizer, param: nn.Parameter, of: slice) -> None:
+        for gradient in gradients[of]:
+            param.grad = gradient
+            optimizer.step()
+
+    run(a, p, slice(0, 2))
+    q.data.copy_(p.data)
+    b.load_state_dict(saved(a.state_dict()))
+    assert snapshot(a) == snapshot(b)
+    b.load_state_dict(a.state_dict())
+    before = snapshot(a)
+    run(b, q, slice(2, 4))
+    assert snapshot(a) == before  # nothing is shared
+    run(a, p, slice(2, 4))
+    assert snapshot(a) == snapshot(b)
+
+
+def test_torch_checkpoint_of_a_bfloat16_model() -> None:
+    """Moments become FP32, the master comes from the parameter, also one loaded afterwards."""
+    p = nn.Parameter(torch.randn(3, 4).bfloat16())
+    theirs = torch.optim.AdamW([p], lr=0.1)
+    train(theirs, 0)
+    q = nn.Parameter(torch.zeros(3, 4, dtype=torch.bfloat16))
+    ours = optim.AdamW([q], lr=0.1)
+    train(ours, 5)  # has a master of its own
+    ours.load_state_dict(theirs.state_dict())
+    q.data.copy_(p.data)
+    state = ours.state[q]
+    assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
+    assert state["exp_avg"].dtype == torch.float32
+    assert_same_bits(state["exp_avg"].bfloat16(), theirs.state[p]["exp_avg"])
+    fresh = optim.AdamW([nn.Parameter(p.detach().float())], lr=0.1)
+    fresh.load_state_dict(theirs.state_dict())
+    for optimizer in (ours, fresh):
+        param = optimizer.param_groups[0]["params"][0]
+        param.grad = torch.ones(3, 4, dtype=param.dtype)
+        optimizer.step()
+    torch.testing.assert_close(
+        ours.state[q]["master"], fresh.param_groups[0]["params"][0].detach(), rtol=1e-6, atol=1e-6
+    )
+
+
+def test_extras_that_went_through_torch_are_made_again() -> None:
+    """torch casts all states to the parameter's dtype, and does not keep ours up to date."""
+    p = nn.Parameter(torch.ones(4, 2, dtype=torch.bfloat16))
+    ours = optim.AdamW([p], lr=0.1, row_bias_correction=True)
+    for _ in range(3):
+        p.grad = random_rows(torch.Generator().manual_seed(0), 4, 2, 2, torch.bfloat16)
+        ours.step()
+    assert {"master", "row_step", "row_count"} < set(ours.state[p])
+    theirs = torch.optim.AdamW([p], lr=0.1)
+    theirs.load_state_dict(ours.state_dict())
+    train(theirs, 0)
+    ours.load_state_dict(theirs.state_dict())
+    assert set(ours.state[p]) == {"step", "exp_avg", "exp_avg_sq"}
+    p.grad = random_rows(torch.Generator().manual_seed(0), 4, 2, 2, torch.bfloat16)
+    touched = set(p.grad._indices()[0].tolist())
+    ours.step()
+    assert ours.state[p]["row_count"].tolist() == [6 if row in touched else 5 for row in range(4)]
+    assert ours.state[p]["row_step"].tolist() == [6 if row in touched else 5 for row in range(4)]
+
+
+def test_rowwise_sum_has_the_shape_of_torchrec() -> None:
+    p = nn.Parameter(torch.ones(5, 3))
+    optimizer = optim.RowWiseAdagrad([p], initial_accumulator_value=0.5)
+    assert optimizer.state_dict()["state"][0]["sum"].shape == (5, 1)
+    assert bool((optimizer.state[p]["sum"] == 0.5).all())
+
+
+def test_states_of_another_shape_are_refused_before_anything_is_loaded() -> None:
+    p, q = nn.Parameter(torch.ones(5, 3)), nn.Parameter(torch.ones(4, 3))
+    a, b = optim.Adam([p]), optim.Adam([q])
+    train(a, 0)
+    train(b, 0)
+    before = snapshot(b)
+    with pytest.raises(
+        ValueError, match=r"state 'exp_avg' of parameter 0 .*\(4, 3\), got \(5, 3\)"
+    ):
+        b.load_state_dict(a.state_dict())
+    assert snapshot(b) == before
+
+
+def test_hooks_of_load_state_dict_see_tensors() -> None:
+    p = nn.Parameter(torch.ones(2))
+    optimizer = optim.Adam([p])
+    train(optimizer, 0)
+    seen = []
+
+    def before(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        seen.append(state_dict["state"][0]["exp_avg"])
+        state = {0: {**state_dict["state"][0], "exp_avg": torch.full((2,), 5.0), "note": "x"}}
+        return {**state_dict, "state": {**state, "other": {"kept": 1}}}
+
+    optimizer.register_load_state_dict_pre_hook(before)
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.append(o.state[p]["exp_avg"]))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert all(isinstance(value, Tensor) for value in seen)
+    assert seen[1].tolist() == [5.0, 5.0]
+    assert optimizer.state[p]["note"] == "x"
+    assert optimizer.state["other"] == {"kept": 1}
+    assert len(optimizer._optimizer_load_state_dict_pre_hooks) == 1
+
+
+# ---- pickle, deepcopy ----
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
+def test_copies_go_on_alike(cls: type[optim.Adam], how: str) -> None:
+    dtypes = (torch.float32, torch.bfloat16)
+    params = nn.ParameterList([nn.Parameter(torch.randn(3, 2).to(d)) for d in dtypes])
+    optimizer = cls(params, lr=0.1)
+    train(optimizer, 0)
+    pair = (params, optimizer)
+    twin = copy.deepcopy(pair) if how == "deepcopy" else pickle.loads(pickle.dumps(pair))
+    assert snapshot(twin[1]) == snapshot(optimizer)
+    train(optimizer, 1)
+    before = snapshot(twin[1])
+    train(twin[1], 1)
+    assert snapshot(twin[1]) == snapshot(optimizer) != before
+    assert bits(twin[0][0]) == bits(params[0])
+
+
+# ---- the interface of torch ----
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_params_groups_hooks_and_closures(cls: type[optim.Adam]) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    model[0].bias.requires_grad_(False)
+    optimizer = cls(model.parameters(), lr=0.1)  # a generator
+    extra = nn.Parameter(torch.ones(2))
+    optimizer.add_param_group({"params": extra, "lr": 0.5})
+    assert optimizer.param_groups[1]["lr"] == 0.5
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+
+    def closure() -> Tensor:
+        calls.append("closure")
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 3)).sum() + extra.sum()
+        loss.backward()
+        return loss
+
+    frozen, before = bits(model[0].bias), bits(extra)
+    loss = optimizer.step(closure)
+    assert isinstance(loss, Tensor)
+    assert calls == ["pre", "closure", "post"]
+    assert bits(model[0].bias) == frozen
+    assert bits(extra) != before
+    optimizer.zero_grad(set_to_none=False)
+    assert extra.grad is not None
+    assert float(extra.grad.abs().sum()) == 0
+    assert cls.__name__ in repr(optimizer)
+
+
+def test_named_parameters_and_empty_groups() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = optim.Adam(model.named_parameters())
+    train(optimizer, 0)
+    assert optimizer.state_dict()["param_groups"][0]["param_names"] == ["weight", "bias"]
+    empty = optim.SGD([{"params": []}, {"params": model.parameters()}])
+    empty.step()
+    with pytest.raises(ValueError, match="empty parameter list"):
+        optim.Adam([])
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("tensor", [False, True])
+def test_schedulers(cls: type[optim.Adam], tensor: bool) -> None:
+    """Learning rates as numbers and as tensors: the same steps, for every kind of parameter."""
+    params = [
+        nn.Parameter(torch.linspace(-1, 1, 6).view(3, 2).to(d))
+        for d in (torch.float32, torch.bfloat16)
+    ]
+    lr = torch.tensor(0.5) if tensor else 0.5
+    optimizer = cls(params, lr=lr)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    manual = [nn.Parameter(p.detach().clone()) for p in params]
+    reference = cls(manual, lr=0.5)
+    for number in range(3):
+        train(optimizer, number, 1)
+        train(reference, number, 1)
+        scheduler.step()
+        reference.param_groups[0]["lr"] = 0.5 ** (number + 2)
+    assert float(optimizer.param_groups[0]["lr"]) == 0.5**4
+    for p, q in zip(params, manual, strict=True):
+        assert_same_bits(p, q)
+
+
+def test_one_cycle_moves_momentum_and_betas() -> None:
+    for cls, more in ((optim.Adam, {}), (optim.SGD, {"momentum": 0.9})):
+        p = nn.Parameter(torch.ones(2))
+        optimizer = cls([p], lr=0.1, **more)
+        cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=5)
+        for number in range(4):
+            train(optimizer, number, 1)
+            cycle.step()
+
+
+def test_states_are_made_when_needed() -> None:
+    p = nn.Parameter(torch.ones(2))
+    optimizer = optim.SGD([p], lr=0.1)
+    train(optimizer, 0)
+    assert optimizer.state_dict()["state"] == {}
+    assert optim.Adam([p]).state_dict()["state"] == {}
+    assert set(optim.Adagrad([p]).state_dict()["state"][0]) == {"step", "sum"}
+
+
+def test_share_memory() -> None:
+    p = nn.Parameter(torch.ones(2))
+    optimizer = optim.Adagrad([p])
+    optimizer.share_memory()
+    assert optimizer.state[p]["sum"].is_shared()
+
+
+def test_under_torch_compile() -> None:
+    """A graph break, not an error."""
+    p = nn.Parameter(torch.ones(3))
+    optimizer = optim.Adam([p], lr=0.1)
+    p.grad = torch.ones(3)
+    torch.compile(optimizer.step, backend="eager")()
+    assert bool((p < 1).all())
+
+
+# ---- errors ----
+
+WRONG: list[tuple[type, dict[str, Any], type[Exception], str]] = [
+    (optim.Adam, {"lr": -1.0}, ValueError, r"Adam: lr must be >= 0, got -1\.0"),
+    (optim.Adam, {"lr": float("nan")}, ValueError, "lr must be >= 0, got nan"),
+    (optim.Adam, {"lr": "fast"}, TypeError, "lr must be a number >= 0, got 'fast'"),
+    (optim.Adam, {"lr": torch.ones(2)}, ValueError, "lr must have 1 element"),
+    (optim.Adam, {"lr": torch.tensor(0.1), "foreach": True}, ValueError, "lr must be a float"),
+    (optim.Adam, {"betas": (1.0, 0.9)}, ValueError, r"betas\[0\] must be < 1, got 1\.0"),
+    (optim.Adam, {"betas": (0.9, -0.1)}, ValueError, r"betas\[1\] must be >= 0, got -0\.1"),
+    (optim.Adam, {"betas": 0.9}, ValueError, "betas must be 2 numbers, got 0.9"),
+    (optim.AdamW, {"eps": -1}, ValueError, "AdamW: eps must be >= 0, got -1"),
+    (optim.Adam, {"weight_decay": -0.1}, ValueError, "weight_decay must be >= 0"),
+    (optim.Adam, {"fused": True, "foreach": True}, ValueError, "foreach must be False"),
+    (optim.SGD, {"fused": True, "differentiable": True}, ValueError, "differentiable must be"),
+    (optim.Adam, {"decay": "some"}, ValueError, "decay must be one of 'touched', .*got 'some'"),
+    (optim.Adam, {"decay": "catch_up"}, ValueError, "L2 penalty .*got 'catch_up'"),
+    (optim.SGD, {"decay": "catch_up"}, ValueError, "one of 'touched', 'all', got 'catch_up'"),
+    (optim.Adam, {"master": "fp16"}, ValueError, "master must be 'fp32' or None"),
+    (optim.Adam, {"rounding": "up"}, ValueError, "rounding must be 'nearest' or 'stochastic'"),
+    (
+        optim.Adam,
+        {"rounding": "stochastic", "master": "fp32"},
+        ValueError,
+        "master must be None with rounding='stochastic'",
+    ),
+    (optim.Adam, {"seed": -1}, ValueError, "seed must be an int"),
+    (optim.Adam, {"state_dtype": torch.float16}, ValueError, "state_dtype must be .*float16"),
+    (optim.SparseAdam, {"lr": 0.0}, ValueError, r"lr must be > 0, got 0\.0"),
+    (optim.SparseAdam, {"eps": 0.0}, ValueError, "eps must be > 0"),
+    (optim.Adagrad, {"lr_decay": -1.0}, ValueError, "lr_decay must be >= 0"),
+    (optim.Adagrad, {"initial_accumulator_value": -1}, ValueError, "initial_accumulator_value"),
+    (optim.RowWiseAdagrad, {"eps": -1}, ValueError, "RowWiseAdagrad: eps must be >= 0"),
+    (optim.SGD, {"momentum": -0.5}, ValueError, "momentum must be >= 0"),
+    (optim.SGD, {"nesterov": True}, ValueError, "nesterov=True needs momentum > 0"),
+]
+
+
+@pytest.mark.parametrize(("cls", "options", "error", "message"), WRONG)
+def test_options_out_of_range(
+    cls: type, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    p = nn.Parameter(torch.ones(2))
+    with pytest.raises(error, match=message):
+        cls([p], **options)
+    optimizer = cls([p])
+    with pytest.raises(error, match=message):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], **options})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("param", "message"),
+    [
+        (torch.ones(2, dtype=torch.complex64), r"params\[0\] must be float16.*complex64"),
+        (torch.ones(2).to_sparse(), r"params\[0\] must be a dense tensor, got torch\.sparse_coo"),
+    ],
+)
+def test_parameters_that_cannot_be_optimized(param: Tensor, message: str) -> None:
+    for cls in CLASSES:
+        with pytest.raises(ValueError, match=message):
+            cls([param.requires_grad_()])
