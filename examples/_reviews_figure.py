@@ -18,20 +18,21 @@ from torch import Tensor
 if TYPE_CHECKING:
     from reviews import Run
 
-COLOURS = ("#4d4d4d", "#d95f02", "#1b7fb5")  # torch fp32, torch fp16, fastemb
-STYLES = ("-", "--", ":")
+# torch fp32, torch fp16, fastemb fp16, fastemb lean, torch dense, fastemb exact
+COLOURS = ("#4d4d4d", "#d95f02", "#1b7fb5", "#66a61e", "#a6761d", "#7570b3")
+STYLES = ("-", "--", ":", "-.", "-", ":")
 PART_SHADES = (1.0, 0.7, 0.45, 0.22)
 FP16_SMALLEST, FP16_NORMAL = -24, -14  # log2 of the smallest subnormal and the smallest normal
 
 
 def draw(runs: list[Run], log2_edges: Tensor, path: Path) -> None:
-    """Save the figure as a PNG. `runs` is torch fp32, torch fp16, fastemb fp16."""
+    """Save the figure as a PNG. `runs` are those of `reviews.py`, in its order."""
     plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
     figure = plt.figure(figsize=(15, 4.8), layout="constrained")
     grid = figure.add_gridspec(2, 3, width_ratios=(1, 1.45, 0.9), height_ratios=(2.2, 1))
     quality = figure.add_subplot(grid[0, 0])
     draw_auc(quality, figure.add_subplot(grid[1, 0], sharex=quality), runs)
-    draw_gradients(figure.add_subplot(grid[:, 1]), runs, log2_edges)
+    draw_gradients(figure.add_subplot(grid[:, 1]), runs[:3], log2_edges)
     draw_memory(figure.add_subplot(grid[:, 2]), runs)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
@@ -67,7 +68,7 @@ def draw_gradients(axes: Axes, runs: list[Run], log2_edges: Tensor) -> None:
     axes.step(centres, shares[2], where="mid", color=COLOURS[2], linewidth=2)
 
     top = max(max(share.max() for share in shares), 100 * runs[1].rare.zero_share) * 1.28
-    for i, (run, colour) in enumerate(zip(runs, COLOURS, strict=True)):
+    for i, (run, colour) in enumerate(zip(runs, COLOURS[:3], strict=True)):
         zero, x = 100 * run.rare.zero_share, at_zero + (i - 1) * 1.9
         axes.bar(x, zero, 1.6, color=colour, alpha=0.85)
         text = f"{zero:.1f} %" if zero >= 0.05 else f"{zero:.2g} %"
@@ -85,7 +86,7 @@ def draw_gradients(axes: Axes, runs: list[Run], log2_edges: Tensor) -> None:
     axes.set_xlabel("|gradient| of one value of the table")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.0f} %"))
     axes.set_title("Gradients of ids seen at most 5 times", loc="left", weight="bold")
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS]
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS[:3]]
     off = [f"\n(rows end {run.rare_row_error(runs[0]):.2%} off fp32)" for run in runs[1:]]
     labels = [run.name + text for run, text in zip(runs, ["", *off], strict=True)]
     axes.legend(handles, labels, loc="upper right", bbox_to_anchor=(1.0, 0.9), frameon=False)

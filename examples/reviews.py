@@ -1,17 +1,17 @@
-"""Does the customer recommend the item? One model with a large table, trained three ways.
+"""Does the customer recommend the item? One model with a large table, trained six ways.
 
     python examples/reviews.py
 
 1. torch, fp32 table, `SparseAdam`
 2. torch, fp16 table, with an FP32 copy that `SparseAdam` trains: torch's optimizers cannot train
    the fp16 table itself (the first lines of the output show what each of them does)
-3. fastemb, fp16 table, with the same FP32 copy
+3. fastemb, fp16 table, `fastemb.optim.Adam`, which keeps the FP32 copy itself
+4. the same without a copy (stochastic rounding) and with bf16 moments: half the memory of 1
+5. torch, fp32 table, dense gradients, `Adam`: every row moves in every step
+6. fastemb, fp16 table, sparse gradients, `Adam(lazy="exact")`: what 5 computes, for the rows in use
 
-Runs 2 and 3 differ in one line, `model.bag.half()` against `fastemb.convert`, and so in the
-gradient that reaches the FP32 copy: torch rounds it to fp16 first.
-
-All three start from the same weights and see the same batches, step by step in turn, so that a
-busy machine slows all of them.
+All start from the same weights and see the same batches, step by step in turn, so that a busy
+machine slows all of them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import argparse
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import _reviews_data as data
 import torch
@@ -60,10 +61,7 @@ class Model(nn.Module):
 
 
 class MasterCopy:
-    """Trains an fp16 table through an FP32 copy of it; `adam.step()` is what a user calls.
-
-    To be replaced by an optimizer of fastemb that does this itself.
-    """
+    """Trains an fp16 table through an FP32 copy of it; `adam.step()` is what a user calls."""
 
     def __init__(self, table: nn.Parameter, master: Tensor) -> None:
         self.table = table
@@ -105,28 +103,45 @@ class Gradients:
 
 
 class Run:
-    """A model, its optimizers and what was measured of it. `precision` is fp32, fp16 or fastemb."""
+    """A model, its optimizers and what was measured of it.
 
-    def __init__(self, name: str, precision: str, reviews: data.Reviews, seed: int) -> None:
+    Args:
+        table: dtype of the table: ``"fp32"``, ``"fp16"`` by torch, or ``"fastemb fp16"``.
+        adam: ``"sparse"`` or ``"dense"`` by torch, or options of `fastemb.optim.Adam`.
+    """
+
+    def __init__(
+        self, name: str, table: str, adam: str | dict[str, Any], reviews: data.Reviews, seed: int
+    ) -> None:
         self.name = name
+        self.like_dense = adam == "dense" or (isinstance(adam, dict) and adam["lazy"] == "exact")
         torch.manual_seed(seed)
         self.model = Model(reviews.num_ids)
         self.initial = self.model.bag.weight.detach().clone()
 
-        if precision == "fp16":
+        self.model.bag.sparse = adam != "dense"
+        if table == "fp16":
             self.model.bag.half()
-        elif precision == "fastemb":
+        elif table == "fastemb fp16":
             fastemb.convert(self.model, dtype=torch.float16)
         self.table = self.model.bag.weight
 
-        self.mlp_adam = torch.optim.Adam(self.model.mlp.parameters(), lr=MLP_LR)
-        if precision == "fp32":
-            self.table_adam = torch.optim.SparseAdam([self.table], lr=TABLE_LR)
-            self.master, self.states = None, self.table_adam.state[self.table]
+        mlp = list(self.model.mlp.parameters())
+        self.master: Tensor | None = None
+        if isinstance(adam, dict):
+            groups = [{"params": [self.table], "lr": TABLE_LR}, {"params": mlp, "lr": MLP_LR}]
+            self.optimizers: list[Any] = [fastemb.optim.Adam(groups, **adam)]
+            self.states = self.optimizers[0].state
         else:
-            self.table_adam = MasterCopy(self.table, self.initial.clone())
-            self.master = self.table_adam.master
-            self.states = self.table_adam.adam.state[self.master]
+            self.optimizers = [torch.optim.Adam(mlp, lr=MLP_LR)]
+            if table == "fp16":
+                copy = MasterCopy(self.table, self.initial.clone())
+                self.optimizers.append(copy)
+                self.master, self.states = copy.master, copy.adam.state
+            else:
+                kind = torch.optim.SparseAdam if adam == "sparse" else torch.optim.Adam
+                self.optimizers.append(kind([self.table], lr=TABLE_LR))
+                self.states = self.optimizers[-1].state
 
         count = reviews.count
         self.rare = Gradients((count > 0) & (count <= data.RARE))
@@ -139,13 +154,16 @@ class Run:
         start = time.perf_counter()
         self.model.zero_grad()
         loss_of(self.model(ids, offsets), label).backward()
-        self.table_adam.step()
-        self.mlp_adam.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         self.seconds.append(time.perf_counter() - start)
 
     def look_at_gradients(self) -> None:
         """Count the gradients of the last step."""
-        grad = self.table.grad.float().coalesce()
+        grad = self.table.grad.float()
+        if grad.layout == torch.strided:  # zeros of rows that are not in the batch say nothing
+            return
+        grad = grad.coalesce()
         for group in (self.rare, self.frequent):
             group.add(grad.indices()[0], grad.values())
 
@@ -160,11 +178,16 @@ class Run:
     def memory(self) -> dict[str, int]:
         """Bytes that belong to the table, as they stood after the last step."""
         grad = self.table.grad
+        state = self.states[self.table if self.master is None else self.master]
+        copy = state.get("master", self.master)
+        sparse = grad.layout != torch.strided
+        rest = [value for name, value in state.items() if name not in ("step", "master")]
         parts = {
             "table": [self.table],
-            "FP32 copy": [] if self.master is None else [self.master],
-            "gradient": [grad._indices(), grad._values()],  # not coalesced: as the backward left it
-            "Adam states": [self.states["exp_avg"], self.states["exp_avg_sq"]],
+            "FP32 copy": [] if copy is None else [copy],
+            # not coalesced: as the backward left it
+            "gradient": [grad._indices(), grad._values()] if sparse else [grad],
+            "Adam states": rest,
         }
         return {name: sum(t.nbytes for t in tensors) for name, tensors in parts.items()}
 
@@ -177,7 +200,7 @@ class Run:
 
 
 # ---------------------------------------------------------------------------------------------
-# the three runs
+# the runs
 # ---------------------------------------------------------------------------------------------
 
 
@@ -206,10 +229,10 @@ def train(runs: list[Run], reviews: data.Reviews, epochs: int, batch: int, seed:
 
 def report(runs: list[Run]) -> str:
     """The results, one column per run."""
-    fp32 = runs[0]
+    fp32, dense = runs[0], runs[4]
 
     def share(gradients: Gradients) -> str:
-        return f"{gradients.zeros / gradients.elements:.2%}" if gradients.elements else "no such id"
+        return f"{gradients.zeros / gradients.elements:.2%}" if gradients.elements else "-"
 
     def slowdown(run: Run) -> float:
         return median([a / b for a, b in zip(run.seconds, fp32.seconds, strict=True)])
@@ -221,8 +244,8 @@ def report(runs: list[Run]) -> str:
         f"gradients exactly 0, ids seen > {data.FREQUENT} times": [
             share(run.frequent) for run in runs
         ],
-        "rows of rare ids, distance from torch fp32": [
-            f"{run.rare_row_error(fp32):.2%}" for run in runs
+        "rows of rare ids, distance from torch's fp32": [
+            f"{run.rare_row_error(dense if run.like_dense else fp32):.2%}" for run in runs
         ],
     }
     for part in fp32.memory():
@@ -232,7 +255,7 @@ def report(runs: list[Run]) -> str:
     rows["time against torch fp32, median of steps"] = [f"{slowdown(run):.2f}" for run in runs]
 
     lines = [("", [run.name for run in runs]), *rows.items()]
-    return "\n".join(f"{name:48}" + "".join(f"{c:>16}" for c in cells) for name, cells in lines)
+    return "\n".join(f"{name:48}" + "".join(f"{c:>15}" for c in cells) for name, cells in lines)
 
 
 def median(values: list[float]) -> float:
@@ -265,10 +288,17 @@ def main() -> None:
     )
     probe(Model, reviews, TABLE_LR, args.batch, args.seed)
 
+    lean = {"rounding": "stochastic", "state_dtype": torch.bfloat16}
     runs = [
-        Run("torch fp32", "fp32", reviews, args.seed),
-        Run("torch fp16", "fp16", reviews, args.seed),
-        Run("fastemb fp16", "fastemb", reviews, args.seed),
+        Run(name, table, adam, reviews, args.seed)
+        for name, table, adam in (
+            ("torch fp32", "fp32", "sparse"),
+            ("torch fp16", "fp16", "sparse"),
+            ("fastemb fp16", "fastemb fp16", {"lazy": "rows"}),
+            ("fastemb lean", "fastemb fp16", {"lazy": "rows", **lean}),
+            ("torch dense", "fp32", "dense"),
+            ("fastemb exact", "fastemb fp16", {"lazy": "exact"}),
+        )
     ]
     train(runs, reviews, args.epochs, args.batch, args.seed)
     print(f"\n{report(runs)}\n")
