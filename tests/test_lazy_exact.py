@@ -578,6 +578,23 @@ def test_threads_wake_each_row_once() -> None:
         assert_same_bits(flushed_copy(module), want)
 
 
+@pytest.mark.parametrize("what", ["lookup", "step", "flush"])
+def test_one_thread_at_a_time_wakes_rows(what: str) -> None:
+    module, optimizer = asleep()
+    module.weight.grad = coo([3], torch.ones(1, DIM), ROWS)
+    ids = torch.tensor([3])
+    work = {"lookup": lambda: module(ids), "step": optimizer.step, "flush": optimizer.flush}[what]
+    thread = threading.Thread(target=work)
+    before = bits(module.weight)
+    with sleepers_of(module).lock:
+        thread.start()
+        thread.join(0.3)
+        assert thread.is_alive()
+        assert bits(module.weight) == before
+    thread.join()
+    assert 3 not in sleeping(module)
+
+
 def test_threads_read_while_the_optimizer_steps() -> None:
     batches = gradients(100, ROWS, DIM, 10)
     module, optimizer = make()

@@ -169,7 +169,9 @@ def test_needed_library_is_missing(package: Path, tmp_path: Path) -> None:
 @needs_compiler
 def test_library_of_other_sources_lacks_kernels(package: Path) -> None:
     build_library("", package / "_C.so")
-    assert_one_clear_message(failure(package), "no kernel for embedding, embedding_bag.*row_adam_catch_up_:")
+    assert_one_clear_message(
+        failure(package), "no kernel for embedding, embedding_bag.*row_adam_catch_up_:"
+    )
 
 
 def test_message_without_build_info(package: Path) -> None:

@@ -55,23 +55,21 @@ void catch_up(const RowAdamCatchUp& p, const Parallel& parallel) {
   const RowStep& step = p.rows;
   const GradientRule<A> no_gradient{};
   const int64_t t = step_number(step);
-  for_pieces<A>(
-      step, true, parallel, [](int64_t) {},
-      [&](const Piece& at, Buffers<A>& buffers) {
-        const int64_t last = p.row_step[at.row] < 0 ? 0 : p.row_step[at.row];
-        if (last >= t) return;
-        p.row_step[at.row] = static_cast<int32_t>(t);
-        const Sleeper<A, M> sleeper{p,
-                                    last,
-                                    t,
-                                    AdamCatchUp<A>::make(p, last, t),
-                                    state_of<M>(step, p.exp_avg, at),
-                                    state_of<M>(step, p.exp_avg_sq, at),
-                                    state_of<M>(step, p.max_exp_avg_sq, at)};
-        step_piece<T, kStore, A>(
-            step, no_gradient, at, buffers.grad.data, buffers.unrounded.data,
-            [&](auto access, int64_t d, Vec<A>, Vec<A> param) { return sleeper.wake(access, d, param); });
-      });
+  for_pieces<A>(step, true, parallel, [&](const Piece& at, Buffers<A>& buffers) {
+    const int64_t last = p.row_step[at.row] < 0 ? 0 : p.row_step[at.row];
+    if (last >= t) return;
+    p.row_step[at.row] = static_cast<int32_t>(t);
+    const Sleeper<A, M> sleeper{p,
+                                last,
+                                t,
+                                AdamCatchUp<A>::make(p, last, t),
+                                state_of<M>(step, p.exp_avg, at),
+                                state_of<M>(step, p.exp_avg_sq, at),
+                                state_of<M>(step, p.max_exp_avg_sq, at)};
+    step_piece<T, kStore, A>(
+        step, no_gradient, at, buffers.grad.data, buffers.unrounded.data,
+        [&](auto access, int64_t d, Vec<A>, Vec<A> param) { return sleeper.wake(access, d, param); });
+  });
 }
 
 }  // namespace

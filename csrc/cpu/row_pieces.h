@@ -97,31 +97,42 @@ struct Buffers {
   Scratch<A> grad, unrounded;
 };
 
-// Where a piece lies: columns [column, column + n) of gradient row k, table row `row`.
+// Where a piece lies: columns [column, column + n) of gradient row k, table row `row`. `ahead` rows further in the
+// table lies the row that is due kRowsAhead rows later; it is prefetched line by line between the arithmetic, since a
+// burst of prefetches stalls where it fills the line buffers.
 struct Piece {
-  int64_t k, row, column, n;
+  int64_t k, row, column, n, ahead;
 };
 
+FE_FUNCTION int64_t used_rows(const RowStep& p) {
+  return p.used_rows != nullptr && *p.used_rows < p.num_rows ? *p.used_rows : p.num_rows;
+}
+
+FE_FUNCTION bool in_table(const RowStep& p, int64_t row) { return row >= 0 && row < p.num_embeddings; }
+
+// The whole of gradient row k, of `used` rows; n is 0 for a row outside the table.
+FE_FUNCTION Piece row_piece(const RowStep& p, int64_t k, int64_t used) {
+  const int64_t later = k + kRowsAhead < used ? k + kRowsAhead : k;
+  if (p.rows == nullptr) return {k, k, 0, p.dim, later - k};
+  const int64_t row = p.rows[k], ahead = p.rows[later];
+  return {k, row, 0, in_table(p, row) ? p.dim : 0, in_table(p, ahead) ? ahead - row : 0};
+}
+
 // body(piece) for every piece of the rows that count, shared out to threads. Pieces are whole rows when `whole`.
-template <typename A, typename Prefetch, typename Body>
-void for_pieces(const RowStep& p, bool whole, const Parallel& parallel, const Prefetch& prefetch, const Body& body) {
+template <typename A, typename Body>
+void for_pieces(const RowStep& p, bool whole, const Parallel& parallel, const Body& body) {
   if (skipped(p) || p.dim == 0) return;
-  int64_t used = p.num_rows;
-  if (p.used_rows != nullptr && *p.used_rows < used) used = *p.used_rows;
+  const int64_t used = used_rows(p);
   const int64_t width = whole || p.dim < kPiece ? p.dim : kPiece;
   const int64_t per_row = (p.dim + width - 1) / width;
   parallel_ranges(parallel, used * per_row, kGrain / width + 1, [&](int64_t begin, int64_t end) {
     Buffers<A> buffers(width);
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t k = i / per_row;
-      const int64_t column = (i - k * per_row) * width;
-      if (per_row == 1 && k + kRowsAhead < used) {
-        const int64_t ahead = p.rows == nullptr ? k + kRowsAhead : p.rows[k + kRowsAhead];
-        if (ahead >= 0 && ahead < p.num_embeddings) prefetch(ahead);
-      }
-      const int64_t row = p.rows == nullptr ? k : p.rows[k];
-      if (row < 0 || row >= p.num_embeddings) continue;
-      body(Piece{k, row, column, p.dim - column < width ? p.dim - column : width}, buffers);
+      Piece at = row_piece(p, i / per_row, used);
+      if (at.n == 0) continue;
+      at.column = i % per_row * width;
+      at.n = p.dim - at.column < width ? p.dim - at.column : width;
+      body(at, buffers);
     }
   });
 }
@@ -136,13 +147,21 @@ FE_FUNCTION E* state_of(const RowStep& p, void* state, const Piece& at) {
   return state == nullptr ? nullptr : static_cast<E*>(state) + at.row * p.dim + at.column;
 }
 
+template <typename E>
+FE_FUNCTION void prefetch_state(const RowStep& p, const E* element, const Piece& at) {
+  prefetch(element + at.ahead * p.dim);
+}
+
 // One piece: `rule` makes the gradient, update(access, d, grad, param) the new parameter.
 template <typename T, Store kStore, typename A, typename Update>
 FE_FUNCTION void step_piece(const RowStep& p, const GradientRule<A>& rule, const Piece& at, const A* grad, A* unrounded,
                             const Update& update) {
   using Place = Target<T, kStore>;
   const Place target{row_of<T>(p, at.row) + at.column, state_of<A>(p, p.master, at), unrounded};
+  const int64_t ahead = at.ahead * p.param_stride;
   for_vectors<A>(at.n, [&](auto access, int64_t d) {
+    prefetch(target.param + ahead + d);
+    if constexpr (kStore == Store::master) prefetch_state(p, target.master + d, at);
     const Vec<A> param = Place::load(target, access, d);
     const Vec<A> g = GradientRule<A>::apply(rule, access.load(grad + d), param);
     Place::store(target, access, d, update(access, d, g, param));
@@ -153,17 +172,6 @@ FE_FUNCTION void step_piece(const RowStep& p, const GradientRule<A>& rule, const
       target.param[d] = round_stochastic(T{}, unrounded[d], random_bits(key, at.column + d));
     }
   }
-}
-
-FE_FUNCTION void prefetch_state(const RowStep& p, const void* state, int64_t row, int64_t element_bytes) {
-  if (state == nullptr) return;
-  prefetch_row(static_cast<const char*>(state) + row * p.dim * element_bytes, p.dim * element_bytes);
-}
-
-template <typename T, typename A>
-FE_FUNCTION void prefetch_param(const RowStep& p, int64_t row) {
-  prefetch_row(row_of<T>(p, row), p.dim * static_cast<int64_t>(sizeof(T)));
-  prefetch_state(p, p.master, row, sizeof(A));
 }
 
 // f(type, store) for the parameter's type and the way it is stored. fp32 and fp64 have nothing to round.

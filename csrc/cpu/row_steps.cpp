@@ -17,13 +17,7 @@ void adam(const RowAdam& p, const Parallel& parallel) {
   const int64_t t = step_number(step);
   const auto common = AdamRule<A>::make(p, t, 1);
   const bool per_row = p.row_step != nullptr || p.row_count != nullptr;
-  const auto prefetch = [&](int64_t row) {
-    prefetch_param<T, A>(step, row);
-    prefetch_state(step, p.exp_avg, row, sizeof(M));
-    prefetch_state(step, p.exp_avg_sq, row, sizeof(M));
-    prefetch_state(step, p.max_exp_avg_sq, row, sizeof(M));
-  };
-  for_pieces<A>(step, per_row, parallel, prefetch, [&](const Piece& at, Buffers<A>& buffers) {
+  for_pieces<A>(step, per_row, parallel, [&](const Piece& at, Buffers<A>& buffers) {
     AdamRule<A> rule = common;
     if (per_row) {
       int64_t slept = 1, updates = t;
@@ -40,6 +34,9 @@ void adam(const RowAdam& p, const Parallel& parallel) {
     const A* grad = gradient_in_acc(step, at.k * step.dim + at.column, at.n, buffers.grad.data);
     step_piece<T, kStore, A>(step, gradient, at, grad, buffers.unrounded.data,
                              [&](auto access, int64_t d, Vec<A> g, Vec<A> param) {
+                               prefetch_state(step, exp_avg + d, at);
+                               prefetch_state(step, exp_avg_sq + d, at);
+                               if (largest != nullptr) prefetch_state(step, largest + d, at);
                                Vec<A> m = access.load(exp_avg + d), v = access.load(exp_avg_sq + d), u = {};
                                if (largest != nullptr) u = access.load(largest + d);
                                param = AdamRule<A>::apply(rule, g, param, m, v, largest == nullptr ? nullptr : &u);
@@ -59,15 +56,12 @@ void adagrad(const RowAdagrad& p, const Parallel& parallel) {
   const RowStep& step = p.rows;
   const auto gradient = GradientRule<A>::make(step, false);
   const auto rule = AdagradRule<A>::make(p);
-  const auto prefetch = [&](int64_t row) {
-    prefetch_param<T, A>(step, row);
-    prefetch_state(step, p.sum, row, sizeof(A));
-  };
-  for_pieces<A>(step, false, parallel, prefetch, [&](const Piece& at, Buffers<A>& buffers) {
+  for_pieces<A>(step, false, parallel, [&](const Piece& at, Buffers<A>& buffers) {
     A* sums = state_of<A>(step, p.sum, at);
     const A* grad = gradient_in_acc(step, at.k * step.dim + at.column, at.n, buffers.grad.data);
     step_piece<T, kStore, A>(step, gradient, at, grad, buffers.unrounded.data,
                              [&](auto access, int64_t d, Vec<A> g, Vec<A> param) {
+                               prefetch_state(step, sums + d, at);
                                Vec<A> sum = access.load(sums + d);
                                param = AdagradRule<A>::apply(rule, g, param, sum);
                                access.store(sums + d, sum);
@@ -76,31 +70,51 @@ void adagrad(const RowAdagrad& p, const Parallel& parallel) {
   });
 }
 
+// In blocks: the rates of some rows, then the rows. A rate is the end of a long chain of sums, a root and a division;
+// those of a block overlap.
 template <typename T, Store kStore>
 void rowwise_adagrad(const RowRowwiseAdagrad& p, const Parallel& parallel) {
   using A = typename AccOf<T>::type;
   using Place = Target<T, kStore>;
+  constexpr int64_t kBlock = 16;
   const RowStep& step = p.rows;
+  if (skipped(step) || step.dim == 0) return;
+  const int64_t used = used_rows(step);
   const auto gradient = GradientRule<A>::make(step, false);
   const GradientRule<A> as_is{};
   const auto rule = AdagradRule<A>::make(p);
   A* sums = static_cast<A*>(p.sum);
-  const auto prefetch = [&](int64_t row) {
-    prefetch_param<T, A>(step, row);
-    FE_ISA::prefetch(sums + row);
-  };
-  for_pieces<A>(step, true, parallel, prefetch, [&](const Piece& at, Buffers<A>& buffers) {
+
+  // Makes the row's gradient at `finished` and updates its sum.
+  const auto rate_of = [&](const Piece& at, A* finished) {
     const Place target{row_of<T>(step, at.row), state_of<A>(step, step.master, at), nullptr};
-    const A* grad = gradient_in_acc(step, at.k * step.dim, at.n, buffers.grad.data);
-    A* finished = buffers.grad.data;
+    const A* grad = gradient_in_acc(step, at.k * step.dim, at.n, finished);
     for_vectors<A>(at.n, [&](auto access, int64_t d) {
       access.store(finished + d,
                    GradientRule<A>::apply(gradient, access.load(grad + d), Place::load(target, access, d)));
     });
+    prefetch(sums + at.row + at.ahead);
     sums[at.row] += dot(finished, finished, at.n) / static_cast<A>(step.dim);
-    const A rate = AdagradRule<A>::row_rate(rule, sums[at.row]);
-    step_piece<T, kStore, A>(step, as_is, at, finished, buffers.unrounded.data,
-                             [&](auto, int64_t, Vec<A> g, Vec<A> param) { return param - g * rate; });
+    return AdagradRule<A>::row_rate(rule, sums[at.row]);
+  };
+
+  parallel_ranges(parallel, used, kGrain / step.dim + 1, [&](int64_t begin, int64_t end) {
+    Scratch<A> gradients(kBlock * step.dim), unrounded(step.dim);
+    Piece pieces[kBlock];
+    A rates[kBlock];
+    for (int64_t block = begin; block < end; block += kBlock) {
+      const int64_t n = end - block < kBlock ? end - block : kBlock;
+      for (int64_t i = 0; i < n; ++i) {
+        pieces[i] = row_piece(step, block + i, used);
+        if (pieces[i].n > 0) rates[i] = rate_of(pieces[i], gradients.data + i * step.dim);
+      }
+      for (int64_t i = 0; i < n; ++i) {
+        const A rate = rates[i];
+        if (pieces[i].n == 0) continue;
+        step_piece<T, kStore, A>(step, as_is, pieces[i], gradients.data + i * step.dim, unrounded.data,
+                                 [&](auto, int64_t, Vec<A> g, Vec<A> param) { return param - g * rate; });
+      }
+    }
   });
 }
 
@@ -110,16 +124,13 @@ void sgd(const RowSgd& p, const Parallel& parallel) {
   const RowStep& step = p.rows;
   const auto gradient = GradientRule<A>::make(step, false);
   const auto rule = SgdRule<A>::make(p);
-  const auto prefetch = [&](int64_t row) {
-    prefetch_param<T, A>(step, row);
-    prefetch_state(step, p.momentum_buffer, row, sizeof(A));
-  };
-  for_pieces<A>(step, false, parallel, prefetch, [&](const Piece& at, Buffers<A>& buffers) {
+  for_pieces<A>(step, false, parallel, [&](const Piece& at, Buffers<A>& buffers) {
     A* buffer = state_of<A>(step, p.momentum_buffer, at);
     const A* grad = gradient_in_acc(step, at.k * step.dim + at.column, at.n, buffers.grad.data);
     step_piece<T, kStore, A>(step, gradient, at, grad, buffers.unrounded.data,
                              [&](auto access, int64_t d, Vec<A> g, Vec<A> param) {
                                if (buffer == nullptr) return SgdRule<A>::apply(rule, g, param, (Vec<A>*)nullptr);
+                               prefetch_state(step, buffer + d, at);
                                Vec<A> b = access.load(buffer + d);
                                param = SgdRule<A>::apply(rule, g, param, &b);
                                access.store(buffer + d, b);
