@@ -27,7 +27,9 @@ unit: $(STAMP)-test $(STAMP)-demo install
 	$(BIN)/python -m pytest --cov --cov-report=term
 
 bench: $(STAMP)-demo install
+	$(BIN)/pip install --quiet --no-deps -r requirements/bench.txt
 	$(BIN)/python bench/embedding_bag.py
+	$(BIN)/python bench/optim.py
 
 # On a machine with a GPU, with its own Python and torch; installs into the current environment.
 gpu-check:

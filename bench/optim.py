@@ -29,7 +29,6 @@ import torch
 
 import fastemb.nn
 import fastemb.optim
-from fastemb._memory import advise_huge_pages
 
 ROWS = 1_000_000
 BAGS = 4096
@@ -139,12 +138,8 @@ def dense_adam(kind: str, seconds: float) -> dict[str, Any]:
     """The step alone on one parameter of 50 M elements; torch: fused, fp32."""
 
     def parameter(dtype: torch.dtype) -> torch.nn.Parameter:
-        storage = torch.empty(DENSE_ELEMENTS, dtype=dtype)
-        advise_huge_pages(storage)
-        param = torch.nn.Parameter(storage.normal_())
-        gradient = torch.empty(DENSE_ELEMENTS, dtype=dtype)
-        advise_huge_pages(gradient)
-        param.grad = gradient.normal_()
+        param = torch.nn.Parameter(torch.empty(DENSE_ELEMENTS, dtype=dtype).normal_())
+        param.grad = torch.empty_like(param).normal_()
         return param
 
     dtype = {"fp32": torch.float32, "bf16 + master": torch.bfloat16}[kind]
