@@ -28,8 +28,8 @@ FP16_SMALLEST, FP16_NORMAL = -24, -14  # log2 of the smallest subnormal and the 
 def draw(runs: list[Run], log2_edges: Tensor, path: Path) -> None:
     """Save the figure as a PNG. `runs` are those of `reviews.py`, in its order."""
     plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
-    figure = plt.figure(figsize=(15, 4.8), layout="constrained")
-    grid = figure.add_gridspec(2, 3, width_ratios=(1, 1.45, 0.9), height_ratios=(2.2, 1))
+    figure = plt.figure(figsize=(18, 5), layout="constrained")
+    grid = figure.add_gridspec(2, 3, width_ratios=(1, 1.3, 1.4), height_ratios=(2.2, 1))
     quality = figure.add_subplot(grid[0, 0])
     draw_auc(quality, figure.add_subplot(grid[1, 0], sharex=quality), runs)
     draw_gradients(figure.add_subplot(grid[:, 1]), runs[:3], log2_edges)
@@ -101,7 +101,8 @@ def draw_memory(axes: Axes, runs: list[Run]) -> None:
             if height > 3:
                 ink = "white" if shade > 0.6 else "black"
                 style = {"ha": "center", "va": "center", "color": ink, "fontsize": 8.5}
-                axes.text(x, bottom + height / 2, f"{part} {height:.0f}", **style)
+                label = part.replace(" ", "\n", 1) if height > 8 else part
+                axes.text(x, bottom + height / 2, f"{label} {height:.0f}", **style)
             bottom += height
         axes.text(x, bottom + 1, f"{bottom:.0f} MB", ha="center", va="bottom", weight="bold")
     axes.set_xticks(range(len(runs)), [run.name.replace(" ", "\n") for run in runs])
