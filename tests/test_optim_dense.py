@@ -133,6 +133,9 @@ def test_bits_of_torch_under_its_gradient_scaler(
     monkeypatch: pytest.MonkeyPatch, scale: float, name: str, options: dict[str, Any]
 ) -> None:
     """Also where gradients are unscaled piece by piece; and they are not written."""
+    peer = getattr(torch.optim, name)([nn.Parameter(torch.zeros(1))], lr=0.01, fused=True)
+    if scale == 1000.0 and not getattr(peer, "_step_supports_amp_scaling", False):
+        pytest.skip("this torch multiplies by 1 / scale before the step, rounded (Adagrad in 2.11)")
     monkeypatch.setitem(_dense._CHUNK, "cpu", 1 << 14)
     sizes = [5, (1 << 14) - 3, 3 * (1 << 14) + 77, 11]
     generator = torch.Generator().manual_seed(0)
