@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastemb._reference import accumulation_dtype
 from fastemb._row_checks import check
 from fastemb._row_reference import _Rows, larger, square_root
 
@@ -38,7 +39,9 @@ def row_adam_catch_up_(
 ) -> None:
     check("row_adam_catch_up_", locals())
     index = torch.arange(param.shape[0], device=param.device) if rows is None else rows
-    nothing = param.new_zeros(1, dtype=_Rows.accumulation(param)).expand(len(index), param.shape[1])
+    nothing = param.new_zeros(1, dtype=accumulation_dtype(param.dtype)).expand(
+        len(index), param.shape[1]
+    )
     r = _Rows(
         param, master, index, used_rows, nothing, step, None, found_inf,
         0.0, None, weight_decay, False, seed,

@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastemb import _reference
 from fastemb._autograd import register_autograd
+from fastemb._reference import accumulation_dtype
 from fastemb._sleeping import TABLES, KeptTable
 
 LIBRARY = torch.library.Library("fastemb", "DEF")
@@ -75,11 +76,6 @@ OPERATORS = define(SCHEMAS, _reference)
 # only CUDA kernels defer their errors.
 LIBRARY.define("check_errors(Tensor probe) -> ()")
 LIBRARY.impl("check_errors", lambda probe: None, "CompositeExplicitAutograd")
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums over rows of ``dtype`` are kept in, and what their row gradients have."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _remember_table(ctx: Any, weight: Tensor) -> None:

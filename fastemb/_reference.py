@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums over rows of ``dtype`` are kept in, and what their row gradients have."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -130,7 +131,7 @@ def embedding_bag(
     bags = _Bags(
         "embedding_bag", indices, offsets, weight.shape[0], padding_idx, include_last_offset, table
     )
-    acc = _accumulation_dtype(weight.dtype)
+    acc = accumulation_dtype(weight.dtype)
     terms = weight.detach().index_select(0, bags.rows).to(acc)
     if mode == "max":
         return _max(terms, bags, output_dtype)
@@ -259,7 +260,7 @@ def embedding_bag_per_sample_weights_backward(
     bags = _Bags(
         "embedding_bag", indices, offsets, weight.shape[0], padding_idx, include_last_offset
     )
-    acc = _accumulation_dtype(weight.dtype)
+    acc = accumulation_dtype(weight.dtype)
     rows = weight.detach().index_select(0, bags.rows).to(acc)
     dots = (rows * grad_output.detach()[bags.bag_of].to(acc)).sum(1)
     if mode == "mean":
@@ -275,7 +276,7 @@ def embedding_renorm_(
     flat = indices.reshape(-1).to(torch.int64)
     _check_indices("embedding_renorm_", flat, weight.shape[0], table)
     rows = flat.unique()
-    values = weight.detach().index_select(0, rows).to(_accumulation_dtype(weight.dtype))
+    values = weight.detach().index_select(0, rows).to(accumulation_dtype(weight.dtype))
     norms = torch.linalg.vector_norm(values, norm_type, dim=1, keepdim=True)
     scaled = values * (max_norm / (norms + 1e-7))
     over = (norms > max_norm).squeeze(1)

@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor
 
+from fastemb._reference import accumulation_dtype
 from fastemb._row_checks import check
 
 _M64 = (1 << 64) - 1
@@ -121,7 +122,7 @@ class _Rows:
         self.skip = found_inf is not None and bool(found_inf != 0)
         if self.skip:
             return
-        self.acc = self.accumulation(param)
+        self.acc = accumulation_dtype(param.dtype)
         place = torch.arange(grad.shape[0], device=param.device)
         index = place if rows is None else rows
         inside = (index >= 0) & (index < param.shape[0])
@@ -149,10 +150,6 @@ class _Rows:
             self.grad = self.grad * inv_scale.to(self.acc)
         if maximize:
             self.grad = -self.grad
-
-    @staticmethod
-    def accumulation(param: Tensor) -> torch.dtype:
-        return torch.float64 if param.dtype == torch.float64 else torch.float32
 
     def scalar(self, value: float) -> Tensor:
         """A hyperparameter, rounded to acc once."""

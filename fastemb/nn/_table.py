@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastemb._memory import advise_huge_pages
-from fastemb._ops import accumulation_dtype
+from fastemb._reference import accumulation_dtype
 from fastemb._sleeping import wake_all
 from fastemb.functional import TABLE_DTYPES
 

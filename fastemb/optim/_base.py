@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from fastemb._ops import accumulation_dtype
+from fastemb._reference import accumulation_dtype
 from fastemb._sleeping import TABLES
 from fastemb.optim._dense import DenseUpdate, flat, is_dense, laid_out_like
 from fastemb.optim._exact import as_table, release

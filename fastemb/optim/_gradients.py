@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastemb import _row_ops  # noqa: F401  (defines the row operators)
-from fastemb._ops import accumulation_dtype
+from fastemb._reference import accumulation_dtype
 
 _ops = torch.ops.fastemb
 

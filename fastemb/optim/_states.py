@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from fastemb._memory import advise_huge_pages
-from fastemb._ops import accumulation_dtype
+from fastemb._reference import accumulation_dtype
 from fastemb.optim._options import Options, check_options, option_error, require_number
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)

@@ -212,10 +212,6 @@ def require(good: bool, op: str, rule: str) -> None:
         raise ValueError(f"{op}: {rule}")
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def on(device: torch.device) -> AbstractContextManager[object]:
     """Makes the device current: Triton launches on the current one, whatever the tensors say."""
     return nullcontext() if device.type == "cpu" else torch.cuda.device(device)

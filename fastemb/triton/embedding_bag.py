@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastemb._reference import accumulation_dtype
 from fastemb.triton.bags import (
     CHUNK,
     TRITON_DTYPES,
     VARIABLES,
     Bags,
-    accumulation_dtype,
     bag_range,
     column_blocks,
     divide,

@@ -24,13 +24,13 @@ import triton.language as tl
 from torch import Tensor
 
 from fastemb import _reference
+from fastemb._reference import accumulation_dtype
 from fastemb.triton.bags import (
     CHUNK,
     CHUNK_TERMS,
     TRITON_DTYPES,
     VARIABLES,
     Bags,
-    accumulation_dtype,
     column_blocks,
     divide,
     load_rows,

@@ -9,11 +9,11 @@ import triton.language as tl
 from torch import Tensor
 
 from fastemb import _reference
+from fastemb._reference import accumulation_dtype
 from fastemb.triton.bags import (
     TRITON_DTYPES,
     VARIABLES,
     Bags,
-    accumulation_dtype,
     divide,
     load_rows,
     narrow,

@@ -13,10 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
+from fastemb._reference import accumulation_dtype
 from fastemb.triton.bags import (
     TRITON_DTYPES,
     VARIABLES,
-    accumulation_dtype,
     narrow,
     row_stride,
     tile,
