@@ -20,12 +20,15 @@ Contestants = dict[str, Callable[[], object]]
 
 
 def paired(
-    contestants: Contestants, seconds: float = 0.6, rounds: tuple[int, int] = (7, 200)
+    contestants: Contestants,
+    seconds: float = 0.6,
+    rounds: tuple[int, int] = (7, 200),
+    warm: int = 2,
 ) -> dict[str, list[float]]:
-    """Milliseconds of each contestant, one list entry per round."""
+    """Milliseconds of each contestant, one list entry per round, after `warm` runs of each."""
     for run in contestants.values():
-        run()
-        run()
+        for _ in range(warm):
+            run()
     times: dict[str, list[float]] = {name: [] for name in contestants}
     start = time.perf_counter()
     done = 0

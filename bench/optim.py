@@ -4,8 +4,9 @@
     python bench/optim.py --quick         2 threads, fp32, fewer cells
     python bench/optim.py --out FILE      also write the tables
 
-Sparse cells: one table of 1e6 rows, 4096 bags; ``train`` is forward + backward + step, ``step`` the
-step alone on the gradient of one batch. torch is measured as a user has it and, in a process of its
+Sparse cells: one table of 1e6 rows, 4096 bags; ``train`` is forward + backward + step with
+``sparse=True``, ``train fused`` the same with ``sparse="fused"`` (against the peer of ``train``), and
+``step`` the step alone on the gradient of one batch. torch is measured as a user has it and, in a process of its
 own, on huge pages with an allocator that keeps its pages. Bytes of a step: row numbers and
 gradients read once, parameter and moments of each touched row read and written once.
 """
@@ -51,10 +52,10 @@ class Cell:
 
 
 def batches(cell: Cell) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """An odd number, so that contestants that take turns each meet every batch."""
+    """A number without a common factor with 2 or 3, the contestants that take turns on them."""
     rng = np.random.default_rng(7)
     result = []
-    for _ in range(7 if cell.bag < 50 else 3):
+    for _ in range(7 if cell.bag < 50 else 5):
         n = BAGS * cell.bag
         if cell.ids == "uniform":
             ids = rng.integers(0, ROWS, n)
@@ -69,12 +70,13 @@ def sparse_adam(cell: Cell, seconds: float) -> dict[str, Any]:
     turns = itertools.cycle(ids)
     grad = torch.randn(BAGS, cell.dim)
     contestants, steps = {}, {}
-    for name, kind, optimizer in (
-        ("torch", torch.nn.EmbeddingBag, torch.optim.SparseAdam),
-        ("fastemb", fastemb.nn.EmbeddingBag, fastemb.optim.SparseAdam),
+    for name, kind, sparse, optimizer in (
+        ("torch", torch.nn.EmbeddingBag, True, torch.optim.SparseAdam),
+        ("fastemb", fastemb.nn.EmbeddingBag, True, fastemb.optim.SparseAdam),
+        ("fused", fastemb.nn.EmbeddingBag, "fused", fastemb.optim.SparseAdam),
     ):
         torch.manual_seed(0)
-        module = kind(ROWS, cell.dim, mode="sum", sparse=True)
+        module = kind(ROWS, cell.dim, mode="sum", sparse=sparse)
         optim = optimizer(module.parameters())
 
         def train(module: Any = module, optim: Any = optim) -> None:
@@ -84,13 +86,15 @@ def sparse_adam(cell: Cell, seconds: float) -> dict[str, Any]:
             optim.step()
 
         contestants[name] = train
-        steps[name] = optim.step
+        if sparse is True:  # with "fused" a step without a backward has nothing to do
+            steps[name] = optim.step
     distinct = float(np.mean([len(np.unique(batch.numpy())) for batch, _ in ids]))
     train_ms = harness.paired(contestants, seconds, rounds=(5, 50))
     step_ms = harness.paired(steps, seconds, rounds=(5, 50))
     touched = int(distinct * (8 + 4 * cell.dim * 7))
     return {
-        "train": {**medians(train_ms)},
+        "train": medians(train_ms),
+        "train fused": medians(train_ms, "fused"),
         "step": {**medians(step_ms), "gbps": touched / harness.median(step_ms["fastemb"]) / 1e6},
     }
 
@@ -117,21 +121,24 @@ def rowwise_adagrad(cell: Cell, seconds: float) -> dict[str, Any] | None:
         pooling_mode=PoolingMode.SUM,
     )
     peer.init_embedding_weights_uniform(-0.01, 0.01)
-    module = fastemb.nn.EmbeddingBag(ROWS, cell.dim, mode="sum", sparse=True)
-    optim = fastemb.optim.RowWiseAdagrad(module.parameters(), lr=0.01)
-
     def train_peer() -> None:
         indices, offsets = next(turns)
         peer(indices, torch.cat([offsets, offsets.new_tensor([indices.numel()])])).backward(grad)
 
-    def train() -> None:
-        indices, offsets = next(turns)
-        optim.zero_grad(set_to_none=True)
-        module(indices, offsets).backward(grad)
-        optim.step()
+    contestants: harness.Contestants = {"torch": train_peer}
+    for name, sparse in (("fastemb", True), ("fused", "fused")):
+        module = fastemb.nn.EmbeddingBag(ROWS, cell.dim, mode="sum", sparse=sparse)
+        optim = fastemb.optim.RowWiseAdagrad(module.parameters(), lr=0.01)
 
-    times = harness.paired({"torch": train_peer, "fastemb": train}, seconds, rounds=(5, 50))
-    return {"train": medians(times)}
+        def train(module: Any = module, optim: Any = optim) -> None:
+            indices, offsets = next(turns)
+            optim.zero_grad(set_to_none=True)
+            module(indices, offsets).backward(grad)
+            optim.step()
+
+        contestants[name] = train
+    times = harness.paired(contestants, seconds, rounds=(5, 50))
+    return {"train": medians(times), "train fused": medians(times, "fused")}
 
 
 def dense_adam(kind: str, seconds: float) -> dict[str, Any]:
@@ -151,11 +158,11 @@ def dense_adam(kind: str, seconds: float) -> dict[str, Any]:
     return {"step": {**medians(times), "gbps": read_and_written / ours / 1e6}}
 
 
-def medians(times: dict[str, list[float]]) -> dict[str, float]:
+def medians(times: dict[str, list[float]], ours: str = "fastemb") -> dict[str, float]:
     return {
         "peer_ms": harness.median(times["torch"]),
-        "fastemb_ms": harness.median(times["fastemb"]),
-        "ratio": harness.ratio(times["torch"], times["fastemb"]),
+        "fastemb_ms": harness.median(times[ours]),
+        "ratio": harness.ratio(times["torch"], times[ours]),
     }
 
 

@@ -4,8 +4,9 @@ For each kernel instance and architecture: registers, spilled bytes, shared memo
 occupancy (warps in flight of those the SM holds, from registers, threads and shared memory), the
 widest load from global memory in its PTX, and the bytes that a reference problem has to move (for
 the row optimizers: every position a row, with FP32 gradients, and FP32 masters for 16-bit
-parameters; for catching up: every position a row that sleeps). Exits with 1 when a kernel spills
-registers or when a kernel built for 16-byte vectors has no 16-byte load.
+parameters, and one term a row when fused; for catching up: every position a row that sleeps).
+Exits with 1 when a kernel spills registers or when a kernel built for 16-byte vectors has no
+16-byte load.
 
     python bench/static_report.py [--arch 80 90 100]
 """
@@ -68,7 +69,9 @@ class Kernel:
         """Whether this instance was made for 16-byte accesses."""
         if self.name.startswith(("per_sample_kernel", "renorm_kernel", "rowwise_")):
             return self.arguments[-1] == "true"
-        if self.name.startswith(("bag_", "gather_", "short_", "long_", "row_step_", "adam_")):
+        if self.name.startswith(
+            ("bag_forward_", "gather_", "short_", "long_", "row_step_", "term_", "adam_")
+        ):
             return self.arguments[-1] != "1"
         return False
 
@@ -116,6 +119,8 @@ class Kernel:
                 state = 2 * elements * acc
             if kind == "adam_catch_up_kernel":
                 other = 2 * positions * 4  # row_step
+            elif "true" in self.arguments[:-1]:  # fused
+                other += positions * (4 + 4)  # segments, sources: one term for each row
             return 2 * rows + master + state + other + positions * 8
         return None
 

@@ -123,6 +123,22 @@ struct BagBackward {
   void* partials;         // scratch, bag_backward_partial_rows() * dim of acc
 };
 
+// The row gradients of a sum or a mean as a sparse matrix times grad_output: for the j-th of the sorted positions,
+// p = order[j], sources[j] = bag(p) and coefficients[j] = t_p (see `backward` above). What belongs to no row, behind
+// the last segment, is left as it is.
+struct BagTerms {
+  Bags bags;
+  const int32_t* order;            // what group_indices made of them
+  Mode mode;                       // sum or mean
+  const void* per_sample_weights;  // [num_indices] per_sample_type or null
+  DType per_sample_type;
+  DType acc_type;      // f32 or f64
+  int32_t* sources;    // [num_indices]
+  void* coefficients;  // [num_indices] acc_type; null for a sum without weights, where all are 1
+  int32_t* bag_of;     // scratch as in BagBackward
+  void* bag_count;     // scratch as in BagBackward
+};
+
 // grad_weights[p] = dot(grad_output[bag(p)], weight[indices[p]]) (mean: / count); the caller has zeroed it
 struct PerSampleBackward {
   Bags bags;
@@ -153,7 +169,9 @@ struct Renorm {
 // What every optimizer step of rows has in common. The k-th gradient row belongs to table row rows[k]; rows are
 // distinct.
 //
-//   gradient   g = inv_scale * grad (skipped when inv_scale is null), negated under maximize, then
+//   gradient   g = grad[k], or, fused with the backward that would have made it ("segments" given), the accumulation
+//              (as above, in acc) of coefficients[j] * grad[sources[j]] over j from segments[k] to segments[k + 1];
+//              g *= inv_scale (skipped when inv_scale is null), negated under maximize, then
 //              g += weight_decay * p unless the decay is decoupled.
 //   value      p = master where there is one, but the parameter's own value where the master no longer rounds to the
 //              parameter's bits (somebody else has written it); the parameter's value without a master.
@@ -170,8 +188,13 @@ struct RowStep {
   const int64_t* rows;       // [num_rows] or null: row k is k. Rows outside the table are left out.
   int64_t num_rows;          // rows in `rows` and `grad`
   const int32_t* used_rows;  // [1] how many of them count, or null: all
-  const void* grad;          // [num_rows, dim] grad_type, contiguous
+  const void* grad;          // [num_rows, dim] grad_type, contiguous; with segments [any, dim]
   DType grad_type;
+  const int32_t* segments;   // [num_rows + 1] or null
+  const int32_t* sources;    // [num_terms], rows of grad
+  const void* coefficients;  // [num_terms] acc, or null: all 1, nothing is multiplied
+  int64_t num_terms;
+  void* partials;          // scratch, bag_backward_partial_rows(num_terms) * dim of acc; null without segments
   const float* inv_scale;  // [1] or null
   const float* found_inf;  // [1] or null
   const float* step;       // [1] number of this step, from 1
@@ -255,6 +278,86 @@ struct RowSgd {
   bool nesterov;
 };
 
+// Counters of gradient statistics, one row of int64 for each gradient. x is an element as it is, scaled; g = inv_scale
+// * x in acc. All are added to what is there, `largest` is a maximum.
+enum GradStat : int32_t {
+  kCount,      // elements
+  kZeros,      // x == 0
+  kTiny,       // 0 < |g| < 2^-24: fp16 would flush them without a scale
+  kFlushed,    // 0 < |x| <= 2^-25: fp16 flushes them at this scale
+  kSubnormal,  // 2^-25 < |x| < 2^-14: fp16 rounds them to fewer bits
+  kInfinite,   // g or x is
+  kNan,
+  kLargest,  // bits, as those of a float, of the largest finite |g|; 0 without one
+  kGradStats
+};
+
+// What is done with a gradient before the step: found_inf becomes 1 where an x or a g is not finite, else it stays;
+// statistics; the sum of g * g in double, in an order that only the shape decides (the same bits in every run, not on
+// every backend); and, when `unscale`, x = g, rounded to nearest.
+struct GradCheck {
+  void* grad;  // [numel] grad_type
+  DType grad_type;
+  int64_t numel;
+  const float* inv_scale;  // [1] or null: 1
+  float* found_inf;        // [1] or null
+  int64_t* stats;          // [kGradStats] or null
+  double* square_sum;      // [1] or null
+  double* scratch;         // grad_check_scratch(numel) elements; with square_sum
+  bool unscale;
+};
+
+// The same for the rows of a sparse gradient, and for what is not there yet in a step that is fused with the backward:
+// the gradient fields of RowStep count, and inv_scale, found_inf is not read. Rows outside the table count, too.
+// `unscale` is false with segments.
+struct RowGradCheck {
+  RowStep rows;  // grad, grad_type, dim, num_rows, used_rows, inv_scale, segments, sources, coefficients, ...
+  float* found_inf;
+  int64_t* stats;
+  double* square_sum;
+  double* scratch;  // grad_check_scratch(num_rows * dim) elements; with square_sum
+  bool unscale;
+};
+
+// Partial sums of GradCheck, each of kSquareChunk elements at least (of whole rows for RowGradCheck).
+inline constexpr int64_t kSquareChunk = 1 << 13;
+constexpr int64_t grad_check_scratch(int64_t numel) { return numel / kSquareChunk + 1; }
+
+// The gradient that passes a boundary between two scale groups: output = ratio * grad in float (double for f64), rounded
+// to nearest. flags[0] = 1 where an element of grad is not finite, flags[1] = 1 where one of output is not and that of
+// grad is. Statistics are those of grad, with inv_scale.
+struct BoundaryGradient {
+  const void* grad;  // [numel] grad_type
+  DType grad_type;
+  int64_t numel;
+  const float* ratio;      // [1]
+  const float* inv_scale;  // [1] of the scale that grad has, or null: 1
+  void* output;            // [numel] grad_type
+  float* flags;            // [2]
+  int64_t* stats;          // [kGradStats] or null
+};
+
+// The scales of all groups after a step, one thread for each. Group 0 is the root.
+//   overflow (found_inf != 0): skips += 1, growth = 0, overflows += 1; once overflows reaches hysteresis it becomes 0
+//                              and scale = max(scale * backoff, min_scale)
+//   else:                      skips = overflows = 0, growth += 1; at growth_interval it becomes 0 and, where the
+//   result
+//                              is finite, scale = min(scale * growth_factor, max_scale) unless that would lower it
+struct ScaleConfig {
+  double growth_factor, backoff_factor, min_scale, max_scale;
+  double growth_interval, hysteresis;  // whole numbers
+};
+struct ScaleState {
+  int32_t growth, overflows, skips;
+};
+struct ScaleUpdate {
+  float* scales;           // [groups]
+  ScaleState* states;      // [groups]
+  const float* found_inf;  // [groups]
+  const ScaleConfig* configs;
+  int64_t groups;
+};
+
 // Upper bound on the partial sums that long segments leave behind: two per window of kChunk sorted positions.
 constexpr int64_t bag_backward_partial_rows(int64_t num_indices) { return 2 * ((num_indices + kChunk - 1) / kChunk); }
 
@@ -275,6 +378,7 @@ void group_indices(const GroupIndices* problems, int64_t count, const Parallel& 
 void bag_forward(const BagForward* problems, int64_t count, const Parallel& parallel);
 void gather(const Gather* problems, int64_t count, const Parallel& parallel);
 void bag_backward(const BagBackward* problems, int64_t count, const Parallel& parallel);
+void bag_terms(const BagTerms* problems, int64_t count, const Parallel& parallel);
 void per_sample_backward(const PerSampleBackward* problems, int64_t count, const Parallel& parallel);
 void renorm(const Renorm* problems, int64_t count, const Parallel& parallel);
 void row_adam(const RowAdam* problems, int64_t count, const Parallel& parallel);
@@ -282,6 +386,10 @@ void row_adam_catch_up(const RowAdamCatchUp* problems, int64_t count, const Para
 void row_adagrad(const RowAdagrad* problems, int64_t count, const Parallel& parallel);
 void row_rowwise_adagrad(const RowRowwiseAdagrad* problems, int64_t count, const Parallel& parallel);
 void row_sgd(const RowSgd* problems, int64_t count, const Parallel& parallel);
+void grad_check(const GradCheck* problems, int64_t count, const Parallel& parallel);
+void row_grad_check(const RowGradCheck* problems, int64_t count, const Parallel& parallel);
+void boundary_gradient(const BoundaryGradient* problems, int64_t count, const Parallel& parallel);
+void scale_update(const ScaleUpdate& problem);
 
 }  // namespace cpu
 
@@ -296,6 +404,7 @@ int group_indices(const GroupIndices* problems, int64_t count, Stream stream);
 int bag_forward(const BagForward* problems, int64_t count, Stream stream);
 int gather(const Gather* problems, int64_t count, Stream stream);
 int bag_backward(const BagBackward* problems, int64_t count, Stream stream);
+int bag_terms(const BagTerms* problems, int64_t count, Stream stream);
 int per_sample_backward(const PerSampleBackward* problems, int64_t count, Stream stream);
 int renorm(const Renorm* problems, int64_t count, Stream stream);
 int row_adam(const RowAdam* problems, int64_t count, Stream stream);
@@ -303,6 +412,10 @@ int row_adam_catch_up(const RowAdamCatchUp* problems, int64_t count, Stream stre
 int row_adagrad(const RowAdagrad* problems, int64_t count, Stream stream);
 int row_rowwise_adagrad(const RowRowwiseAdagrad* problems, int64_t count, Stream stream);
 int row_sgd(const RowSgd* problems, int64_t count, Stream stream);
+int grad_check(const GradCheck* problems, int64_t count, Stream stream);
+int row_grad_check(const RowGradCheck* problems, int64_t count, Stream stream);
+int boundary_gradient(const BoundaryGradient* problems, int64_t count, Stream stream);
+int scale_update(const ScaleUpdate& problem, Stream stream);
 
 }  // namespace cuda
 

@@ -25,13 +25,33 @@ def register_autograd(
         The operator as its autograd kernel, for calls that need nothing above it: no transform of
         `torch.func`, no tracer. That spares them one way through the dispatcher.
     """
+    function = make_function(name, backward, setup_context)
+    below_autograd, apply = function.forward, function.apply
+
+    def kernel(*args: Any) -> Any:
+        if torch.is_grad_enabled() and any(
+            isinstance(arg, Tensor) and arg.requires_grad for arg in args
+        ):
+            return apply(*args)
+        return below_autograd(*args)
+
+    library.impl(name, kernel, "Autograd")
+    return kernel
+
+
+def make_function(
+    name: str,
+    backward: Callable[..., Any],
+    setup_context: Callable[[Any, tuple[Any, ...], Any], None],
+) -> Any:
+    """An operator, called below autograd, as a `torch.autograd.Function` with this derivative."""
     operator = getattr(torch.ops.fastemb, name).default
 
     def below_autograd(*args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*args)
 
-    function = type(
+    return type(
         name,
         (torch.autograd.Function,),
         {
@@ -40,13 +60,3 @@ def register_autograd(
             "backward": staticmethod(backward),
         },
     )
-
-    def kernel(*args: Any) -> Any:
-        if torch.is_grad_enabled() and any(
-            isinstance(arg, Tensor) and arg.requires_grad for arg in args
-        ):
-            return function.apply(*args)  # type: ignore[attr-defined]
-        return below_autograd(*args)
-
-    library.impl(name, kernel, "Autograd")
-    return kernel

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
+from fastemb import _convert_boundary
 from fastemb._convert_report import ConvertedTable, Report, display, short
 from fastemb._memory import advise_huge_pages
+from fastemb._row_queue import refuse_waiting
 from fastemb._sleeping import wake_all
-from fastemb.functional import TABLE_DTYPES
+from fastemb.functional import TABLE_DTYPES, Sparse
 from fastemb.nn import Embedding, EmbeddingBag
 from fastemb.nn._table import Table, check_table_dtype, keep_full_gradients
 
@@ -48,10 +50,11 @@ _BOOKKEEPING = {"_abc_impl", "__annotate__", "__annotate_func__"}
 def convert(
     model: nn.Module,
     dtype: torch.dtype | None = None,
-    sparse: bool | None = None,
+    sparse: Sparse | None = None,
     *,
     output_dtype: torch.dtype | None = None,
     skip: Skip = (),
+    boundary: Collection[str] = (),
 ) -> Report:
     """Swap every `nn.Embedding` and `nn.EmbeddingBag` in ``model`` for the one of `fastemb.nn`.
 
@@ -65,10 +68,13 @@ def convert(
         dtype: the new dtype of the tables (float16, bfloat16, float32 or float64); None keeps it.
             The outputs of a table keep the dtype they had, through ``module.output_dtype``, so the
             rest of the model works as before. Gradients that are there are converted.
-        sparse: whether the weight gradients are sparse; None keeps it.
+        sparse: whether the weight gradients are sparse, or "fused" (see
+            `fastemb.functional.embedding`); None keeps it.
         output_dtype: dtype of the outputs of every table, in place of the one they had.
         skip: what to leave alone: qualified module names (a name covers everything below it, too),
             or a function of (name, module), called for every embedding, that returns True.
+        boundary: qualified names of the `nn.Linear` that become `fastemb.amp.BoundaryLinear`, the
+            first ones behind the embeddings; see there.
 
     Returns:
         A line per table; ``print`` it.
@@ -77,9 +83,11 @@ def convert(
         ValueError: a module that cannot be converted, by name, with the reason: a subclass with
             methods or attributes of its own, a ``forward`` set on the module, a parametrized or
             quantized one, or a change of dtype of a weight that another, unconverted module uses.
-            Also a name in ``skip`` that is not in the model.
+            Also a name in ``skip`` or ``boundary`` that is not in the model, or one in ``boundary``
+            that is no plain `nn.Linear`.
         TypeError: a dtype outside those above, or an argument of the wrong type.
-        In both cases the model is unchanged.
+        RuntimeError: a table whose dtype changes while gradients of ``sparse="fused"`` wait.
+        In all cases the model is unchanged.
     """
     if dtype is not None:
         check_table_dtype("convert", dtype)
@@ -88,9 +96,10 @@ def convert(
             "convert: output_dtype must be float16, bfloat16, float32 or float64, "
             f"got {output_dtype}"
         )
-    if sparse is not None and not isinstance(sparse, bool):
-        raise TypeError(f"convert: sparse must be True, False or None, got {sparse!r}")
+    if sparse is not None and not isinstance(sparse, bool) and sparse != "fused":
+        raise TypeError(f"convert: sparse must be True, False, 'fused' or None, got {sparse!r}")
     chosen, skipped = _select("convert", model, skip)
+    layers = _convert_boundary.select(model, boundary)
     for name, module in chosen.items():
         reason = _obstacle(module)
         if reason is not None:
@@ -98,7 +107,9 @@ def convert(
     if dtype is not None:
         changing = {n: m for n, m in chosen.items() if m.weight.dtype != dtype}
         _refuse_outside_users("convert", model, chosen, changing)
+        _refuse_waiting("convert", changing)
 
+    _convert_boundary.make(layers)
     shares = _ties(model)
     advised: set[int] = set()
     rows = []
@@ -116,22 +127,23 @@ def convert(
 
 
 def revert(model: nn.Module, *, skip: Skip = ()) -> Report:
-    """Undo `convert`: give every table of `fastemb.nn` the torch class, in place.
+    """Undo `convert`: give tables of `fastemb.nn` and boundaries the torch class, in place.
 
     A converted table gets back its class, dtype, ``sparse`` and the output dtype that goes with
     them; bits that were rounded away stay lost. A table that was built as `fastemb.nn` becomes the
-    torch class, in its ``output_dtype`` if it has one. Options that torch's modules lack, like
-    weighted means, fail when the reverted model is used.
+    torch class, in its ``output_dtype`` if it has one, with ``sparse=True`` for "fused". Options
+    that torch's modules lack, like weighted means, fail when the reverted model is used.
 
     Args:
         model: any module.
         skip: what to leave alone, as in `convert`.
 
     Raises:
-        ValueError: a subclass of a `fastemb.nn` module or one without its weight, by name, or a
+        ValueError: a subclass of a `fastemb` module or a table without its weight, by name, or a
             change of dtype of a weight that another, unreverted module uses.
         TypeError: an argument of the wrong type.
-        In both cases the model is unchanged.
+        RuntimeError: gradients of ``sparse="fused"`` wait for a step.
+        In all cases the model is unchanged.
     """
     chosen, skipped = _select("revert", model, skip)
     ours = {name: module for name, module in chosen.items() if isinstance(module, Table)}
@@ -150,7 +162,9 @@ def revert(model: nn.Module, *, skip: Skip = ()) -> Report:
     changing = {n: m for n, m in ours.items() if m.weight.dtype != origins[n].dtype}
     _refuse_outside_users("revert", model, ours, changing)
     _refuse_disagreement(ours, origins)
+    _refuse_waiting("revert", ours)
 
+    _convert_boundary.unmake(_convert_boundary.boundaries(model, skip))
     shares = _ties(model)
     rows = []
     for name, module in _tables(model):
@@ -304,6 +318,11 @@ def _refuse_outside_users(
                 )
 
 
+def _refuse_waiting(op: str, tables: dict[str, Any]) -> None:
+    for name, module in tables.items():
+        refuse_waiting(op, module.weight, f"would be lost with the change of {display(name)}")
+
+
 def _same_memory(a: Tensor, b: Tensor) -> bool:
     if is_lazy(a) or is_lazy(b):  # no memory yet
         return False
@@ -349,14 +368,15 @@ class _Origin:
 
     kind: type[nn.Module]
     dtype: torch.dtype
-    sparse: bool
+    sparse: Sparse
 
 
 def _origin(module: Any) -> _Origin:
     origin = getattr(module, _ORIGIN, None)
     if origin is not None:
         return origin
-    return _Origin(_base(module), module.output_dtype or module.weight.dtype, module.sparse)
+    dtype = module.output_dtype or module.weight.dtype
+    return _Origin(_base(module), dtype, bool(module.sparse))
 
 
 def _convert_one(
@@ -364,7 +384,7 @@ def _convert_one(
     module: Any,
     before: torch.dtype,
     dtype: torch.dtype | None,
-    sparse: bool | None,
+    sparse: Sparse | None,
     output_dtype: torch.dtype | None,
     shares: dict[str, str | None],
     advised: set[int],

@@ -43,7 +43,7 @@ def row_adam_catch_up_(
         len(index), param.shape[1]
     )
     r = _Rows(
-        param, master, index, used_rows, nothing, step, None, found_inf,
+        param, master, index, used_rows, nothing, None, None, None, step, None, found_inf,
         0.0, None, weight_decay, False, seed,
     )  # fmt: skip
     if r.skip:

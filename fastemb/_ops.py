@@ -61,6 +61,11 @@ SCHEMAS = {
         "bool include_last_offset, bool scale_grad_by_freq, bool dense, ScalarType grad_dtype) "
         "-> Tensor"
     ),
+    "bag_terms": (
+        "(Tensor indices, Tensor? offsets, Tensor? per_sample_weights, Tensor order, "
+        "SymInt num_embeddings, str mode, int padding_idx, bool include_last_offset, "
+        "ScalarType acc_dtype) -> (Tensor sources, Tensor coefficients)"
+    ),
     "embedding_bag_per_sample_weights_backward": (
         "(Tensor grad_output, Tensor weight, Tensor indices, Tensor? offsets, str mode, "
         "int padding_idx, bool include_last_offset) -> Tensor"
@@ -76,6 +81,10 @@ OPERATORS = define(SCHEMAS, _reference)
 # only CUDA kernels defer their errors.
 LIBRARY.define("check_errors(Tensor probe) -> ()")
 LIBRARY.impl("check_errors", lambda probe: None, "CompositeExplicitAutograd")
+
+
+# What makes the gradient of a table, with the arguments of `_weight_gradient`.
+WeightGradient = Callable[..., Tensor | None]
 
 
 def _remember_table(ctx: Any, weight: Tensor) -> None:
@@ -108,19 +117,22 @@ def _embedding_fake(
     return weight.new_empty((*indices.shape, weight.shape[1]), dtype=output_dtype)
 
 
-def _embedding_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def setup_embedding(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     weight, indices, ctx.padding_idx, ctx.scale_grad_by_freq, ctx.sparse, _, _ = inputs
     ctx.save_for_backward(indices)
     _remember_table(ctx, weight)
 
 
-def _embedding_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+def differentiate_embedding(
+    ctx: Any, grad: Tensor | None, weight_gradient: WeightGradient | None = None
+) -> tuple[Tensor | None, ...]:
+    """The backward; ``weight_gradient`` stands in for `_weight_gradient`, with its arguments."""
     if grad is None:
         return (None,) * 7
     (indices,) = ctx.saved_tensors
     grad_weight = None
     if ctx.needs_input_grad[0]:
-        grad_weight = _weight_gradient(
+        grad_weight = (weight_gradient or _weight_gradient)(
             grad.reshape(indices.numel(), grad.shape[-1]),
             indices.reshape(-1, 1),
             None,
@@ -138,7 +150,7 @@ def _embedding_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, .
     return grad_weight, None, None, None, None, None, None
 
 
-embedding = register_autograd(LIBRARY, "embedding", _embedding_backward, _embedding_setup)
+embedding = register_autograd(LIBRARY, "embedding", differentiate_embedding, setup_embedding)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -165,7 +177,7 @@ def _embedding_bag_fake(
     return weight.new_empty(shape, dtype=output_dtype), argmax
 
 
-def _embedding_bag_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def setup_embedding_bag(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     weight, indices, offsets, per_sample_weights, *options = inputs
     (
         ctx.mode,
@@ -196,15 +208,18 @@ def _embedding_bag_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor
     _remember_table(ctx, weight)
 
 
-def _embedding_bag_backward(
-    ctx: Any, grad: Tensor | None, _grad_argmax: Tensor | None
+def differentiate_embedding_bag(
+    ctx: Any,
+    grad: Tensor | None,
+    _grad_argmax: Tensor | None,
+    weight_gradient: WeightGradient | None = None,
 ) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 11
     indices, offsets, per_sample_weights, argmax, weight = ctx.saved_tensors
     grad_weight = grad_per_sample = None
     if ctx.needs_input_grad[0]:
-        grad_weight = _weight_gradient(
+        grad_weight = (weight_gradient or _weight_gradient)(
             grad,
             indices,
             offsets,
@@ -233,7 +248,7 @@ def _embedding_bag_backward(
 
 
 embedding_bag = register_autograd(
-    LIBRARY, "embedding_bag", _embedding_bag_backward, _embedding_bag_setup
+    LIBRARY, "embedding_bag", differentiate_embedding_bag, setup_embedding_bag
 )
 
 
@@ -343,6 +358,26 @@ def _group_indices_fake(
         indices.new_empty((n,), dtype=torch.int64),
         indices.new_empty((n + 1,), dtype=torch.int32),
         indices.new_empty((1,), dtype=torch.int32),
+    )
+
+
+@torch.library.register_fake("fastemb::bag_terms", lib=LIBRARY)
+def _bag_terms_fake(
+    indices: Tensor,
+    offsets: Tensor | None,
+    per_sample_weights: Tensor | None,
+    order: Tensor,
+    num_embeddings: int,
+    mode: str,
+    padding_idx: int,
+    include_last_offset: bool,
+    acc_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    n = indices.numel()
+    all_ones = mode == "sum" and per_sample_weights is None
+    return (
+        indices.new_empty((n,), dtype=torch.int32),
+        indices.new_empty((0 if all_ones else n,), dtype=acc_dtype),
     )
 
 

@@ -248,6 +248,46 @@ def embedding_bag_backward(
     return full.index_copy_(0, rows[:count], values)
 
 
+def bag_terms(
+    indices: Tensor,
+    offsets: Tensor | None,
+    per_sample_weights: Tensor | None,
+    order: Tensor,
+    num_embeddings: int,
+    mode: str,
+    padding_idx: int,
+    include_last_offset: bool,
+    acc_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    bags = _Bags(
+        "embedding_bag", indices, offsets, num_embeddings, padding_idx, include_last_offset
+    )
+    bag_at = torch.zeros(indices.numel(), dtype=torch.int32, device=indices.device)
+    bag_at[bags.positions] = bags.bag_of.to(torch.int32)
+    sources = bag_at[order]
+    coefficients = torch.ones(indices.numel(), dtype=acc_dtype, device=indices.device)
+    if per_sample_weights is not None:
+        coefficients = per_sample_weights.detach().reshape(-1)[order].to(acc_dtype)
+    if mode == "mean":
+        count_at = torch.ones_like(coefficients)
+        count_at[bags.positions] = bags.count[bags.bag_of].to(acc_dtype)
+        coefficients = coefficients / count_at[order]
+    elif per_sample_weights is None:
+        coefficients = coefficients[:0]
+    return sources, coefficients
+
+
+def sum_terms(
+    grad: Tensor, segments: Tensor, sources: Tensor, coefficients: Tensor | None
+) -> Tensor:
+    """[rows, dim] sums of ``coefficients[j] * grad[sources[j]]`` over the segments of the rows."""
+    used = int(segments[-1])
+    terms = grad[sources[:used]]
+    if coefficients is not None:
+        terms = terms * coefficients[:used].unsqueeze(1)
+    return _segment_sum(terms, (segments[1:] - segments[:-1]).to(torch.int64))
+
+
 def embedding_bag_per_sample_weights_backward(
     grad_output: Tensor,
     weight: Tensor,

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastemb._grad_checks import check_terms
+
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
@@ -103,6 +105,7 @@ def check(op: str, arguments: Mapping[str, Any]) -> None:
         )
     else:
         grad: Tensor = arguments["grad"]
+        segments: Tensor | None = arguments["segments"]
         require(
             grad.dim() == 2 and grad.shape[1] == dim and grad.is_contiguous(),
             "grad must be contiguous, [rows, columns of param]",
@@ -112,7 +115,14 @@ def check(op: str, arguments: Mapping[str, Any]) -> None:
             (grad.dtype == torch.float64) == wide,
             "grad must be float64 when param is, and only then",
         )
-        if rows is None:
+        check_terms(op, grad, segments, arguments["sources"], arguments["coefficients"])
+        if segments is not None:
+            require(rows is not None, "rows must be given with segments")
+            require(
+                rows is not None and segments.numel() == rows.numel() + 1,
+                "segments must be contiguous int32, one element more than rows",
+            )
+        elif rows is None:
             require(grad.shape[0] <= num_embeddings, "grad must not have more rows than param")
         else:
             require(

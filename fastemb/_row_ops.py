@@ -19,14 +19,21 @@ from fastemb._ops import LIBRARY, define
 #   rows         [num_rows] int64, distinct; None: gradient row k belongs to row k of param
 #   used_rows    [1] int32: how many leading rows count; None: all
 #   grad         [num_rows, dim], floating (float64 goes with a float64 param and only there)
+#   segments     [num_rows + 1] int32: the step is fused with the backward. grad is [any, dim], and
+#                the gradient of row k the sum of coefficients[j] * grad[sources[j]] over j in
+#                [segments[k], segments[k + 1]), as embedding_bag_backward would have summed it.
+#                group_indices makes segments, bag_terms the other two. None: as above
+#   sources      [num_terms] int32, rows of grad; with segments
+#   coefficients [num_terms] acc, None: all 1; with segments
 #   step         [] float32, the number of this step, from 1
 #   inv_scale    [] float32: what gradients are multiplied by; None: 1
 #   found_inf    [] float32: not 0 leaves everything as it is; None: 0
 #   lr_tensor    [] float32 or float64, in place of lr
 #   seed         -1: round to nearest; else round stochastically (no master then)
 _COMMON_TENSORS = (
-    "Tensor? rows, Tensor? used_rows, Tensor grad, Tensor step, Tensor? inv_scale, "
-    "Tensor? found_inf, float lr, Tensor? lr_tensor, float weight_decay, bool maximize, int seed, "
+    "Tensor? rows, Tensor? used_rows, Tensor grad, Tensor? segments, Tensor? sources, "
+    "Tensor? coefficients, Tensor step, Tensor? inv_scale, Tensor? found_inf, float lr, "
+    "Tensor? lr_tensor, float weight_decay, bool maximize, int seed, "
 )
 
 SCHEMAS = {

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from fastemb._reference import accumulation_dtype
+from fastemb._reference import accumulation_dtype, sum_terms
 from fastemb._row_checks import check
 
 _M64 = (1 << 64) - 1
@@ -110,6 +110,9 @@ class _Rows:
         rows: Tensor | None,
         used_rows: Tensor | None,
         grad: Tensor,
+        segments: Tensor | None,
+        sources: Tensor | None,
+        coefficients: Tensor | None,
         step: Tensor,
         inv_scale: Tensor | None,
         found_inf: Tensor | None,
@@ -123,7 +126,7 @@ class _Rows:
         if self.skip:
             return
         self.acc = accumulation_dtype(param.dtype)
-        place = torch.arange(grad.shape[0], device=param.device)
+        place = torch.arange(grad.shape[0] if rows is None else rows.shape[0], device=param.device)
         index = place if rows is None else rows
         inside = (index >= 0) & (index < param.shape[0])
         if used_rows is not None:
@@ -145,7 +148,15 @@ class _Rows:
             # Bits, not values: -0.0 is not 0.0, and a NaN is itself.
             untouched = kept.to(param.dtype).view(torch.int16) == own.view(torch.int16)
             self.param = torch.where(untouched, kept, self.param)
-        self.grad = grad.detach()[inside].to(self.acc)
+        self.grad = grad.detach().to(self.acc)
+        if segments is not None:
+            count = index.shape[0]
+            if used_rows is not None:
+                count = max(0, min(int(used_rows), count))
+            assert sources is not None
+            self.grad = sum_terms(self.grad, segments[: count + 1], sources, coefficients)
+            inside = inside[:count]
+        self.grad = self.grad[inside]
         if inv_scale is not None:
             self.grad = self.grad * inv_scale.to(self.acc)
         if maximize:
@@ -185,6 +196,9 @@ def row_adam_(
     rows: Tensor | None,
     used_rows: Tensor | None,
     grad: Tensor,
+    segments: Tensor | None,
+    sources: Tensor | None,
+    coefficients: Tensor | None,
     step: Tensor,
     inv_scale: Tensor | None,
     found_inf: Tensor | None,
@@ -201,8 +215,8 @@ def row_adam_(
 ) -> None:
     check("row_adam_", locals())
     r = _Rows(
-        param, master, rows, used_rows, grad, step, inv_scale, found_inf,
-        lr, lr_tensor, weight_decay, maximize, seed,
+        param, master, rows, used_rows, grad, segments, sources, coefficients, step, inv_scale,
+        found_inf, lr, lr_tensor, weight_decay, maximize, seed,
     )  # fmt: skip
     if r.skip:
         return
@@ -251,6 +265,9 @@ def row_adagrad_(
     rows: Tensor | None,
     used_rows: Tensor | None,
     grad: Tensor,
+    segments: Tensor | None,
+    sources: Tensor | None,
+    coefficients: Tensor | None,
     step: Tensor,
     inv_scale: Tensor | None,
     found_inf: Tensor | None,
@@ -264,8 +281,8 @@ def row_adagrad_(
 ) -> None:
     check("row_adagrad_", locals())
     r = _Rows(
-        param, master, rows, used_rows, grad, step, inv_scale, found_inf,
-        lr, lr_tensor, weight_decay, maximize, seed,
+        param, master, rows, used_rows, grad, segments, sources, coefficients, step, inv_scale,
+        found_inf, lr, lr_tensor, weight_decay, maximize, seed,
     )  # fmt: skip
     if r.skip:
         return
@@ -283,6 +300,9 @@ def row_rowwise_adagrad_(
     rows: Tensor | None,
     used_rows: Tensor | None,
     grad: Tensor,
+    segments: Tensor | None,
+    sources: Tensor | None,
+    coefficients: Tensor | None,
     step: Tensor,
     inv_scale: Tensor | None,
     found_inf: Tensor | None,
@@ -296,8 +316,8 @@ def row_rowwise_adagrad_(
 ) -> None:
     check("row_rowwise_adagrad_", locals())
     r = _Rows(
-        param, master, rows, used_rows, grad, step, inv_scale, found_inf,
-        lr, lr_tensor, weight_decay, maximize, seed,
+        param, master, rows, used_rows, grad, segments, sources, coefficients, step, inv_scale,
+        found_inf, lr, lr_tensor, weight_decay, maximize, seed,
     )  # fmt: skip
     if r.skip:
         return
@@ -318,6 +338,9 @@ def row_sgd_(
     rows: Tensor | None,
     used_rows: Tensor | None,
     grad: Tensor,
+    segments: Tensor | None,
+    sources: Tensor | None,
+    coefficients: Tensor | None,
     step: Tensor,
     inv_scale: Tensor | None,
     found_inf: Tensor | None,
@@ -332,8 +355,8 @@ def row_sgd_(
 ) -> None:
     check("row_sgd_", locals())
     r = _Rows(
-        param, master, rows, used_rows, grad, step, inv_scale, found_inf,
-        lr, lr_tensor, weight_decay, maximize, seed,
+        param, master, rows, used_rows, grad, segments, sources, coefficients, step, inv_scale,
+        found_inf, lr, lr_tensor, weight_decay, maximize, seed,
     )  # fmt: skip
     if r.skip:
         return

@@ -8,6 +8,7 @@ offsets is checked by the operators themselves: on the CPU before anything is wr
 from __future__ import annotations
 
 import warnings
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from fastemb import _ops, _reference
+from fastemb import _fused, _ops, _reference
+from fastemb._sleeping import TABLES, wake_batch, wake_batch_outside_graph
 
 __all__ = ["embedding", "embedding_bag"]
 
@@ -24,6 +26,7 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 TABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _MODES = ("sum", "mean", "max")
+Sparse = bool | Literal["fused"]
 _MAX_INDICES = 2**31 - 1
 
 
@@ -34,7 +37,7 @@ def embedding(
     max_norm: float | None = None,
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
-    sparse: bool = False,
+    sparse: Sparse = False,
     *,
     output_dtype: torch.dtype | None = None,
     table: str = "",
@@ -48,7 +51,15 @@ def embedding(
         max_norm: rows looked up whose ``norm_type`` norm exceeds this are scaled down to it, in
             place, before the lookup.
         scale_grad_by_freq: divide a row's gradient by how often ``input`` names it.
-        sparse: the gradient of ``weight`` is a coalesced COO tensor of the rows looked up.
+        sparse: True: the gradient of ``weight`` is a coalesced COO tensor of the rows looked up.
+            "fused": there is none, ``weight.grad`` stays None. The backward queues what the rows of
+            the gradient are made of, and the step of an optimizer of `fastemb.optim` sums and
+            applies them in one kernel, with the bits that True gives, accumulation included. What
+            would see a gradient is refused by name: other optimizers, `torch.amp.GradScaler`,
+            `torch.autograd.grad` for the weight, its hooks, ``create_graph=True``, a weight that is
+            no leaf, `torch.func`. The queue is emptied by the step and by ``zero_grad()`` of the
+            optimizer or of the module, not by ``zero_grad()`` of a module around it. Where the
+            lookup is traced (`torch.jit.trace`, `torch.export`, tensor subclasses) it is True.
         output_dtype: dtype of the result; that of ``weight`` by default.
         table: the table's name in error messages.
 
@@ -63,19 +74,25 @@ def embedding(
         ValueError: a shape, device or option that does not fit.
         IndexError: an id outside ``[0, num_embeddings)``.
         NotImplementedError: forward-mode AD, or `torch.func.grad` and its kin.
+        RuntimeError: see ``sparse``; when the lookup is made, in the backward or in the step.
     """
     op = "embedding"
     check_weight(op, weight)
+    check_sparse(op, sparse)
     _check_transforms(op, weight)
     _check_input(op, input, weight)
     pad = resolve_padding(op, padding_idx, weight.shape[0])
     dtype = _resolve_output_dtype(op, output_dtype, weight)
+    fused = sparse == "fused" and _queues_gradients(op, weight, table)
+    _wake(weight, input, None)  # a lookup reads its padding row, too
     if max_norm is not None:
         _renorm(weight, input, max_norm, norm_type, table)
-    args = (weight, input, pad, scale_grad_by_freq, sparse, dtype, table)
+    args = (weight, input, pad, scale_grad_by_freq, bool(sparse), dtype, table)
+    if fused:
+        return _fused.embedding(*args)
     if _in_compiled_training(weight):
         if sparse:
-            return _embedding_outside_graph(*args)
+            return _embedding_outside_graph(sparse, *args)
         if weight.dtype in _LOW_PRECISION:
             _warn_of_rounded_gradient()
     lookup = _ops.embedding if _is_plain(weight) else torch.ops.fastemb.embedding
@@ -90,7 +107,7 @@ def embedding_bag(
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     mode: str = "mean",
-    sparse: bool = False,
+    sparse: Sparse = False,
     per_sample_weights: Tensor | None = None,
     include_last_offset: bool = False,
     padding_idx: int | None = None,
@@ -118,10 +135,11 @@ def embedding_bag(
     Raises:
         TypeError, ValueError, IndexError: as in `embedding`; ValueError also for offsets that do
         not ascend from 0 or pass the end of ``input``.
-        NotImplementedError: as in `embedding`.
+        NotImplementedError, RuntimeError: as in `embedding`.
     """
     op = "embedding_bag"
     check_weight(op, weight)
+    check_sparse(op, sparse)
     _check_input(op, input, weight)
     _check_bags(op, input, offsets, include_last_offset)
     check_mode(op, mode, scale_grad_by_freq)
@@ -130,6 +148,8 @@ def embedding_bag(
     _check_transforms(op, weight, per_sample_weights)
     pad = resolve_padding(op, padding_idx, weight.shape[0])
     dtype = _resolve_output_dtype(op, output_dtype, weight)
+    fused = sparse == "fused" and _queues_gradients(op, weight, table)
+    _wake(weight, input, padding_idx)
     if max_norm is not None:
         # Rows are rewritten before the lookup sees the offsets; wrong ones must not get that far.
         if offsets is not None and offsets.is_cpu and not _is_traced(offsets):
@@ -144,13 +164,15 @@ def embedding_bag(
         pad,
         include_last_offset,
         scale_grad_by_freq,
-        sparse,
+        bool(sparse),
         dtype,
         table,
     )
+    if fused:
+        return _fused.embedding_bag(*args)[0]
     if _in_compiled_training(weight):
         if sparse:
-            return _embedding_bag_outside_graph(*args)
+            return _embedding_bag_outside_graph(sparse, *args)
         if weight.dtype in _LOW_PRECISION:
             _warn_of_rounded_gradient()
     lookup = _ops.embedding_bag if _is_plain(weight) else torch.ops.fastemb.embedding_bag
@@ -190,6 +212,11 @@ def check_weight(op: str, weight: Tensor) -> None:
         )
     if weight.dim() != 2:
         raise ValueError(f"{op}: weight must be 2-D, got {_got(weight)}")
+
+
+def check_sparse(op: str, sparse: Sparse) -> None:
+    if not isinstance(sparse, int) and sparse != "fused":  # torch takes 0 and 1, too
+        raise TypeError(f"{op}: sparse must be True, False or 'fused', got {sparse!r}")
 
 
 def _check_transforms(op: str, weight: Tensor, per_sample_weights: Tensor | None = None) -> None:
@@ -332,6 +359,31 @@ def _renorm(weight: Tensor, input: Tensor, max_norm: float, norm_type: float, ta
         torch.autograd.graph.increment_version(weight)
 
 
+def _queues_gradients(op: str, weight: Tensor, table: str) -> bool:
+    """Whether a lookup with ``sparse="fused"`` is more than a lookup; refuse it where it cannot be.
+
+    Not where the operator itself has to be seen: a trace, a subclass of tensors.
+    """
+    if (
+        not (weight.requires_grad and torch.is_grad_enabled())
+        or torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or type(weight) not in (Tensor, Parameter)
+    ):
+        return False
+    _fused.check(op, weight, table)
+    return True
+
+
+def _wake(weight: Tensor, input: Tensor, padding_idx: int | None) -> None:
+    """Wake rows that ``lazy="exact"`` lets sleep, once the lookup is known to be a good one."""
+    if not torch.compiler.is_compiling():
+        if id(weight) in TABLES:
+            wake_batch(weight, input, padding_idx)
+    elif isinstance(weight, Parameter) and id(weight) in TABLES:
+        wake_batch_outside_graph(weight, input, padding_idx)
+
+
 # ---------------------------------------------------------------------------------------------
 # gradients under torch.compile
 # ---------------------------------------------------------------------------------------------
@@ -352,27 +404,31 @@ def _in_compiled_training(weight: Tensor) -> bool:
     )
 
 
-def _warn_of_graph_break() -> None:
+def _warn_of_graph_break(sparse: Sparse) -> None:
     global _warned_of_graph_break
     if not _warned_of_graph_break:
         _warned_of_graph_break = True
         warnings.warn(
-            "fastemb: a lookup with sparse=True runs outside the compiled graph (torch.compile "
-            "cannot trace sparse gradients); use sparse=False for one graph",
+            f"fastemb: a lookup with sparse={sparse!r} runs outside the compiled graph "
+            "(torch.compile cannot trace sparse gradients); use sparse=False for one graph",
             stacklevel=3,
         )
 
 
 @_disable_dynamo
-def _embedding_outside_graph(*args: object) -> Tensor:
-    _warn_of_graph_break()
-    return torch.ops.fastemb.embedding(*args)
+def _embedding_outside_graph(sparse: Sparse, weight: Tensor, *args: object) -> Tensor:
+    _warn_of_graph_break(sparse)
+    if sparse == "fused" and _queues_gradients("embedding", weight, str(args[-1])):
+        return _fused.embedding(weight, *args)
+    return torch.ops.fastemb.embedding(weight, *args)
 
 
 @_disable_dynamo
-def _embedding_bag_outside_graph(*args: object) -> Tensor:
-    _warn_of_graph_break()
-    return torch.ops.fastemb.embedding_bag(*args)[0]
+def _embedding_bag_outside_graph(sparse: Sparse, weight: Tensor, *args: object) -> Tensor:
+    _warn_of_graph_break(sparse)
+    if sparse == "fused" and _queues_gradients("embedding_bag", weight, str(args[-1])):
+        return _fused.embedding_bag(weight, *args)[0]
+    return torch.ops.fastemb.embedding_bag(weight, *args)[0]
 
 
 def _warn_of_rounded_gradient() -> None:

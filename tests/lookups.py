@@ -85,6 +85,20 @@ class Case:
         )
         return grad
 
+    def terms(self, backend: Any, order: Tensor) -> tuple[Tensor, Tensor]:
+        sources, coefficients = backend.bag_terms(
+            self.indices,
+            self.offsets,
+            self.per_sample_weights,
+            order,
+            self.weight.shape[0],
+            self.mode,
+            self.padding_idx,
+            self.include_last_offset,
+            self.acc,
+        )
+        return sources, coefficients
+
     def per_sample_backward(self, backend: Any) -> Tensor:
         grad: Tensor = backend.embedding_bag_per_sample_weights_backward(
             self.grad_output.to(self.acc),

@@ -63,6 +63,9 @@ class RowCase:
     master: Tensor | None = None
     rows: Tensor | None = None
     used_rows: Tensor | None = None
+    segments: Tensor | None = None
+    sources: Tensor | None = None
+    coefficients: Tensor | None = None
     step: Tensor = field(default_factory=lambda: number(1))
     inv_scale: Tensor | None = None
     found_inf: Tensor | None = None
@@ -93,6 +96,9 @@ class RowCase:
             "rows": self.rows,
             "used_rows": self.used_rows,
             "grad": self.grad,
+            "segments": self.segments,
+            "sources": self.sources,
+            "coefficients": self.coefficients,
             "step": self.step,
             "inv_scale": self.inv_scale,
             "found_inf": self.found_inf,
@@ -122,8 +128,8 @@ class RowCase:
         return {name: tensor for name, tensor in written.items() if tensor is not None}
 
     def table_rows(self) -> list[tuple[int, int]]:
-        """(row of grad, row of the table) for those that count."""
-        count = self.grad.shape[0]
+        """(row of the gradient, row of the table) for those that count."""
+        count = self.grad.shape[0] if self.rows is None else self.rows.numel()
         used = count if self.used_rows is None else int(self.used_rows)
         rows = list(range(count)) if self.rows is None else self.rows.tolist()
         size = self.memory.shape[0]
@@ -249,21 +255,27 @@ def with_special_values(case: RowCase, seed: int) -> RowCase:
 
 
 @st.composite
-def row_cases(draw: st.DrawFn, largest: int = 20_000) -> RowCase:
+def row_cases(
+    draw: st.DrawFn, largest: int = 20_000, table: tuple[torch.dtype, int, int] | None = None
+) -> RowCase:
     """Any step whose values are all finite.
 
     Args:
         largest: bound for the number of elements of the table.
+        table: dtype, rows and columns, where they are given.
     """
 
     def one_of(*values: Any) -> Any:
         return draw(st.sampled_from(values))
 
-    op, dtype = one_of(*OPERATORS), one_of(*DTYPES)
+    op = one_of(*OPERATORS)
+    if table is None:
+        odd = [dim for dim in (1023, 2049, 4100) if dim <= largest]
+        dim = draw(st.one_of(st.integers(1, 300), st.sampled_from(odd)))
+        size = draw(st.integers(1, max(1, min(40, largest // dim))))
+        table = one_of(*DTYPES), size, dim
+    dtype, size, dim = table
     low, double = dtype in LOW_PRECISION, dtype == torch.float64
-    odd = [dim for dim in (1023, 2049, 4100) if dim <= largest]
-    dim = draw(st.one_of(st.integers(1, 300), st.sampled_from(odd)))
-    size = draw(st.integers(1, max(1, min(40, largest // dim))))
     rows: list[int] | None = None
     if draw(st.booleans()):
         rows = draw(st.permutations(range(size)))[: draw(st.integers(0, size))]

@@ -146,7 +146,7 @@ class Model:
         self.step = int(case.step)
         self.lr = case.lr if case.lr_tensor is None else float(case.lr_tensor)
         self.param = self._exact(_double(value_before(case)[self.rows]))
-        self.grad = self._exact(_double(case.grad[[k for k, _ in pairs]]))
+        self.grad = self._gradient([k for k, _ in pairs])
         if case.inv_scale is not None:
             self.grad = self.grad * self._exact(_double(case.inv_scale))
         if case.maximize:
@@ -158,6 +158,26 @@ class Model:
 
     def _exact(self, value: Array) -> Interval:
         return Interval(value, value, self.case.acc)
+
+    def _gradient(self, places: list[int]) -> Interval:
+        """The rows of the gradient, or the sums of their terms in the accumulation type."""
+        case = self.case
+        if case.segments is None:
+            return self._exact(_double(case.grad[places]))
+        assert case.sources is not None
+        grad, bounds, sources = _double(case.grad), case.segments.tolist(), case.sources.tolist()
+        factors = None if case.coefficients is None else _double(case.coefficients)
+        sums, slack = np.zeros((2, len(places), case.dim))
+        for at, place in enumerate(places):
+            span = slice(bounds[place], bounds[place + 1])
+            terms = grad[sources[span]]
+            if factors is not None:
+                terms = terms * factors[span, None]
+            sums[at] = terms.sum(axis=0)
+            # The product and every addition are rounded.
+            unit = 1.01 * (len(terms) + 2)
+            slack[at] = unit * (UNIT[case.acc] * np.abs(terms).sum(axis=0) + SMALLEST[case.acc])
+        return Interval(sums - slack, sums + slack, case.acc)
 
     def _scalar(self, value: float | Array) -> Interval:
         array = np.asarray(value, dtype=np.float64)

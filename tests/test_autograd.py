@@ -72,6 +72,10 @@ def _calls() -> dict[str, list[tuple[Any, ...]]]:
                 (grad, distinct, offsets, None, argmax, *groups, *options)
             )
         if mode != "max":
+            for weights in (None, torch.rand(3)):
+                calls["bag_terms"].append(
+                    (distinct, offsets, weights, groups[0], 4, mode, -1, False, torch.float32)
+                )
             calls["embedding_bag_per_sample_weights_backward"].append(
                 (grad, table(torch.float32).detach(), distinct, offsets, mode, -1, False)
             )

@@ -375,8 +375,9 @@ def test_lazy_modules_beside_tables() -> None:
 
 def test_arguments_of_the_wrong_type() -> None:
     model = nn.Sequential(nn.Embedding(3, 2))
-    for sparse in ("fused", 1):
-        with pytest.raises(TypeError, match=f"sparse must be True, False or None, got {sparse!r}"):
+    for sparse in ("rows", 1):
+        message = f"sparse must be True, False, 'fused' or None, got {sparse!r}"
+        with pytest.raises(TypeError, match=message):
             fastemb.convert(model, sparse=sparse)
     for function in (fastemb.convert, fastemb.revert):
         op = function.__name__

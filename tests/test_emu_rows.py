@@ -76,26 +76,6 @@ class RoundedRoots(TorchFunctionMode):
 reference = SimpleNamespace(**{op: getattr(_row_reference, op) for op in OPERATORS})
 
 
-class Misaligned:
-    """A backend whose tensors begin one element behind a word of 16 bytes."""
-
-    def __init__(self, backend: Any) -> None:
-        self.backend = backend
-
-    def __getattr__(self, op: str) -> Any:
-        def step(*arguments: Any) -> None:
-            moved = [self._moved(x) if isinstance(x, Tensor) else x for x in arguments]
-            getattr(self.backend, op)(*moved)
-            for old, new in zip(arguments, moved, strict=True):
-                if isinstance(old, Tensor):
-                    old.copy_(new)
-
-        return step
-
-    def _moved(self, x: Tensor) -> Tensor:
-        return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
-
-
 @st.composite
 def aligned_cases(draw: st.DrawFn) -> RowCase:
     """Rows of whole words: below, at and above what a warp, a block and a fold cover."""
@@ -155,7 +135,7 @@ def test_reference_bits(
     if special is not None:
         case = with_special_values(case, special)
     emu.set_order(*order)
-    got = case.run(Misaligned(emu) if misaligned else emu)
+    got = case.run(rows_backend.Misaligned(emu) if misaligned else emu)
     with RoundedRoots():
         want = case.run(reference)
     assert_same_state(got, want)

@@ -306,9 +306,10 @@ def test_constructors(kind: type) -> None:
 
 
 @pytest.mark.parametrize("kind", [fnn.Embedding, fnn.EmbeddingBag])
-def test_sparse_is_a_bool(kind: type) -> None:
-    with pytest.raises(TypeError, match=f"{kind.__name__}: sparse must be a bool, got 'fused'"):
-        kind(5, 2, sparse="fused")
+def test_sparse_is_a_bool_or_fused(kind: type) -> None:
+    message = f"{kind.__name__}: sparse must be True, False or 'fused', got 'yes'"
+    with pytest.raises(TypeError, match=message):
+        kind(5, 2, sparse="yes")
     kind(5, 2, sparse=1)(torch.tensor([[1]])).sum().backward()
 
 

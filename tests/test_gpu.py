@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fused_steps import FusedStep, assert_same_states, fused_steps, grouped, step_after
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lazy_cases import LazyCase, lazy_cases, with_limits
@@ -148,6 +149,38 @@ def test_row_step_bits_in_whole_words(
 
 
 @examples
+@given(case=cases(("sum", "mean")))
+def test_bag_terms_bits(cuda: SimpleNamespace, cpu: SimpleNamespace, case: Case) -> None:
+    order, _, segments, num_rows = case.groups(cpu)
+    covered = int(segments[int(num_rows)])
+    got = case.to(DEVICE).terms(cuda, order.to(DEVICE))
+    for x, y in zip(got, case.terms(cpu, order), strict=True):
+        assert_same_bits(x.cpu()[:covered], y[:covered])
+
+
+@examples
+@given(case=fused_steps())
+def test_fused_step_bits(cuda: SimpleNamespace, cpu: SimpleNamespace, case: FusedStep) -> None:
+    got = case.fused(cuda, DEVICE).run(cuda, DEVICE)
+    assert_same_states(got, case.unfused(cpu).run(cpu))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("op", OPERATORS)
+def test_fused_step_bits_of_long_segments(
+    cuda: SimpleNamespace, cpu: SimpleNamespace, op: str, dtype: torch.dtype
+) -> None:
+    """More chunks than are on the way at once, in whole words and element by element."""
+    low = dtype in (torch.float16, torch.bfloat16)
+    for dim, mode, weighted in ((3, "sum", True), (8, "mean", False), (264, "sum", False)):
+        lengths = [2, 1100, 256, 257, 1, 512] if dim < 264 else [1, 300]
+        lookup = grouped(lengths, dim, dtype, mode=mode, weighted=weighted, seed=dim)
+        case = step_after(lookup, op, master=low, row_count=dim == 8)
+        got = case.fused(cuda, DEVICE).run(cuda, DEVICE)
+        assert_same_states(got, case.unfused(cpu).run(cpu))
+
+
+@examples
 @given(
     case=lazy_cases(wide=True),
     smallest_root=st.sampled_from([None, None, torch.inf, 1e-30, 0.0]),
@@ -234,7 +267,7 @@ def test_row_step_on_more_than_2_31_elements(cuda: SimpleNamespace, dense: bool)
         param, named = table, last
         grad = torch.full((3, dim), 3.0, device=DEVICE)
     step = torch.ones((), device=DEVICE)
-    common = (named, None, grad, step, None, None, -1.0, None, 0.0, False, -1)
+    common = (named, None, grad, None, None, None, step, None, None, -1.0, None, 0.0, False, -1)
     cuda.row_sgd_(param, None, None, *common, 0.0, 0.0, False)
     assert bool((table[-3:] == 3.0).all())
     assert bool((table[:-3] == (3.0 if dense else 0.0)).all())
@@ -392,6 +425,35 @@ def test_row_steps_never_wait(cuda: SimpleNamespace, cpu: SimpleNamespace, op: s
     finally:
         torch.cuda.set_sync_debug_mode(before)
     assert_same_bits(arguments["param"].cpu(), case.run(cpu)["param"])
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+def test_fused_steps_never_wait(cuda: SimpleNamespace, cpu: SimpleNamespace, op: str) -> None:
+    """From the lookup's positions to the new parameter."""
+    case = step_after(grouped([1, 3, 300], 8, torch.float16, mode="mean"), op, master=True)
+    arguments = {
+        name: x.to(DEVICE, copy=True) if isinstance(x, Tensor) else x
+        for name, x in case.step.arguments().items()
+    }
+    lookup = case.lookup.to(DEVICE)
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        order, rows, segments, num_rows = lookup.groups(cuda)
+        sources, coefficients = lookup.terms(cuda, order)
+        arguments.update(
+            rows=rows,
+            used_rows=num_rows,
+            grad=lookup.grad_output,
+            segments=segments,
+            sources=sources,
+            coefficients=coefficients,
+        )
+        getattr(cuda, op)(*arguments.values())
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    assert_same_bits(arguments["param"].cpu(), case.unfused(cpu).run(cpu)["param"])
 
 
 def test_catching_up_never_waits(cuda: SimpleNamespace, cpu: SimpleNamespace) -> None:

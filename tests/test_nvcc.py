@@ -19,6 +19,7 @@ ARCHS = ("80", "90", "100")
 KERNELS = (
     *("bag_forward_kernel", "gather_kernel", "short_segments_kernel", "per_sample_kernel"),
     *("row_step_kernel", "rowwise_adagrad_kernel", "adam_catch_up_kernel"),
+    *("bag_terms_kernel", "term_chunks_kernel"),
 )
 
 pytestmark = [

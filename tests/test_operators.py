@@ -19,6 +19,7 @@ from conftest import Backend, backend_params, interpreting_triton
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lookups import DTYPES, Case, assert_same_bits
+from row_fused_cases import documented_gradient
 from strategies import lookups
 from tolerance import Expected, maxima, pooled, row_gradient, rows_in_use, sample_gradient, winners
 from torch import Tensor
@@ -121,6 +122,17 @@ def test_forward(backend: Backend, case: Case) -> None:
 @given(case=any_lookup, dense=st.booleans())
 def test_row_gradient(backend: Backend, case: Case, dense: bool) -> None:
     check_backward(backend, case, dense)
+
+
+@pytest.mark.parametrize("backend", backend_params("cpu", "cuda", "triton"), indirect=True)
+@examples
+@given(case=any_lookup)
+def test_row_gradient_is_the_documented_sum(backend: Backend, case: Case) -> None:
+    """In chunks, in order, every operation rounded by itself: bit for bit."""
+    there = case.to(backend.device)
+    argmax = there.forward(backend.ops)[1] if case.mode == "max" else None
+    got = there.backward(backend.ops, False, argmax)
+    assert_same_bits(got.cpu(), documented_gradient(case))
 
 
 @examples

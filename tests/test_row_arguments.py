@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +12,56 @@ from row_cases import OPERATORS, STATES, make, number, with_its_strides
 from torch import Tensor
 
 from fastemb._row_ops import SCHEMAS
+
+# Of a step that sums its gradients itself.
+TERMS: dict[str, Tensor] = {
+    "rows": torch.arange(4),
+    "grad": torch.ones(2, 3),
+    "segments": torch.tensor([0, 1, 2, 4, 6], dtype=torch.int32),
+    "sources": torch.tensor([0, 1, 1, 0, 0, 1], dtype=torch.int32),
+    "coefficients": torch.ones(6),
+}
+
+
+def wrong_terms() -> dict[str, tuple[dict[str, Any], str]]:
+    """The same for the terms of a fused step: changes to `TERMS`, and the whole message."""
+    together = "segments and sources go together, coefficients only with them"
+    segments = "segments must be contiguous int32, one element more than rows"
+    sources = "sources must be contiguous int32"
+    factors = "coefficients must be contiguous, float32, one for each of sources"
+    wide = {
+        name: torch.ones(4, 3, dtype=torch.float64)
+        for name in ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum")
+    }
+    return {
+        "no sources": ({"sources": None, "coefficients": None}, together),
+        "only segments and coefficients": ({"sources": None}, together),
+        "no segments": ({"segments": None, "coefficients": None}, together),
+        "only coefficients": ({"segments": None, "sources": None}, together),
+        "no rows": ({"rows": None}, "rows must be given with segments"),
+        "segments int64": ({"segments": TERMS["segments"].long()}, segments),
+        "segments short": ({"segments": TERMS["segments"][:4]}, segments),
+        "segments long": ({"segments": torch.zeros(6, dtype=torch.int32)}, segments),
+        "segments strided": ({"segments": torch.zeros(10, dtype=torch.int32)[::2]}, segments),
+        "sources int64": ({"sources": TERMS["sources"].long()}, sources),
+        "sources strided": ({"sources": torch.zeros(12, dtype=torch.int32)[::2]}, sources),
+        "coefficients half": ({"coefficients": torch.ones(6).half()}, factors),
+        "coefficients double": ({"coefficients": torch.ones(6).double()}, factors),
+        "coefficients short": ({"coefficients": torch.ones(5)}, factors),
+        "coefficients strided": ({"coefficients": torch.ones(12)[::2]}, factors),
+        "coefficients of float64": (
+            wide | {"grad": torch.ones(2, 3, dtype=torch.float64)},
+            factors.replace("32", "64"),
+        ),
+        "grad columns": (
+            {"grad": torch.ones(2, 4)},
+            "grad must be contiguous, [rows, columns of param]",
+        ),
+        "grad double": (
+            {"grad": torch.ones(2, 3, dtype=torch.float64)},
+            "grad must be float64 when param is, and only then",
+        ),
+    }
 
 
 def wrong_arguments() -> dict[str, tuple[str, dict[str, Any], str]]:
@@ -100,9 +151,10 @@ def wrong_arguments() -> dict[str, tuple[str, dict[str, Any], str]]:
 
 
 WRONG = wrong_arguments()
+WRONG_TERMS = wrong_terms()
 
 
-def call(op: str, ops: Any, changes: dict[str, Any], device: torch.device | str) -> None:
+def prepared(op: str, changes: dict[str, Any], device: torch.device | str) -> dict[str, Any]:
     case = make(op, torch.float32, (4, 3), amsgrad=True, row_step=True, row_count=True)
     arguments = case.arguments() | changes
     assert list(arguments) == [
@@ -111,15 +163,43 @@ def call(op: str, ops: Any, changes: dict[str, Any], device: torch.device | str)
     for name, value in arguments.items():
         if isinstance(value, Tensor) and value.device.type == "cpu":
             arguments[name] = with_its_strides(value, device)
-    getattr(ops, op)(*arguments.values())
+    return arguments
+
+
+def call(op: str, ops: Any, changes: dict[str, Any], device: torch.device | str) -> None:
+    getattr(ops, op)(*prepared(op, changes, device).values())
+
+
+def refusal(op: str, ops: Any, arguments: dict[str, Any]) -> str:
+    """What the operator says, which must leave every tensor as it was."""
+    before = {k: v.clone() for k, v in arguments.items() if isinstance(v, Tensor)}
+    with pytest.raises(ValueError) as error:
+        getattr(ops, op)(*arguments.values())
+    for name, tensor in before.items():
+        assert torch.equal(arguments[name], tensor), name
+    return str(error.value)
 
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_arguments_that_would_break_memory_are_refused(backend: Backend, wrong: str) -> None:
     op, changes, words = WRONG[wrong]
     call(op, backend.ops, {}, backend.device)
-    with pytest.raises(ValueError, match=f"^{op}: .*{words}"):
-        call(op, backend.ops, changes, backend.device)
+    message = refusal(op, backend.ops, prepared(op, changes, backend.device))
+    assert re.match(f"{op}: .*{words}", message), message
+
+
+@pytest.mark.parametrize("wrong", WRONG_TERMS)
+@pytest.mark.parametrize("op", OPERATORS)
+def test_terms_that_would_break_memory_are_refused(backend: Backend, op: str, wrong: str) -> None:
+    changes, words = WRONG_TERMS[wrong]
+    good = prepared(op, {}, backend.device)
+    changes = {name: value for name, value in changes.items() if name in good}
+    if op == "row_rowwise_adagrad_" and "sum" in changes:
+        changes["sum"] = changes["sum"][:, 0].contiguous()
+    call(op, backend.ops, TERMS, backend.device)
+    call(op, backend.ops, TERMS | {"coefficients": None}, backend.device)
+    got = refusal(op, backend.ops, prepared(op, TERMS | changes, backend.device))
+    assert got == f"{op}: {words}"
 
 
 @pytest.mark.parametrize("backend", backend_params("reference", "triton"), indirect=True)
@@ -131,6 +211,10 @@ def test_tensors_of_other_devices_are_refused(backend: Backend, op: str) -> None
         elsewhere = torch.ones(shape.get(name, (4, 3)), dtype=kind, device="meta")
         with pytest.raises(ValueError, match=f"{name} must be .*on param's device"):
             call(op, backend.ops, {name: elsewhere}, backend.device)
+    for name in ("segments", "sources", "coefficients"):
+        changes = TERMS | {name: TERMS[name].to("meta")}
+        with pytest.raises(ValueError, match=f"{name} must be on param's device"):
+            call(op, backend.ops, changes, backend.device)
 
 
 # ---- registration ------------------------------------------------------------------------------
@@ -145,4 +229,7 @@ def test_opcheck(op: str) -> None:
     ):
         case = make(op, table=(5, 4), **changes)
         arguments = tuple(case.arguments().values())
+        torch.library.opcheck(getattr(torch.ops.fastemb, op).default, arguments)
+    for changes in ({}, {"coefficients": None, "used_rows": torch.tensor([3], dtype=torch.int32)}):
+        arguments = tuple(prepared(op, TERMS | changes, "cpu").values())
         torch.library.opcheck(getattr(torch.ops.fastemb, op).default, arguments)

@@ -43,8 +43,13 @@ SHARED = {
     "test_operators.py": "triton and (not (test_dims or test_long) or triton-129 or triton-257)",
     "test_errors.py": "out_of_range or offsets",
     "test_row_operators.py": "triton and (any_step or documented or found_inf or 2_31)",
+    "test_row_fused.py": (
+        # Adam's kernel is that of two others.
+        "triton and not ((bags or one_row or long or found_inf) and (row_adagrad_ or row_sgd_))"
+    ),
     "test_row_arguments.py": "triton",
     "test_lazy_operators.py": "triton and not (longest or test_eps)",
+    "test_grad_operators.py": "triton",
 }
 
 
@@ -88,6 +93,7 @@ POINTERS = {
     "rows": "*i64",
     "segments": "*i32",
     "num_rows": "*i32",
+    "sources": "*i32",
 }
 
 
@@ -120,11 +126,16 @@ class Variant:
 BF16, F16, F32, F64 = "*bf16", "*fp16", "*fp32", "*fp64"
 NO_BAGS = {"offsets": None, "bag_of": None}
 SUM = {"samples": None, "indices": "*i64"}
-BACK = {"grad_output": F32, "grad_rows": F32, "partials": F32, "samples": None, "argmax": None}
+BACK: dict[str, str | None] = {
+    **{"grad": F32, "grad_rows": F32, "partials": F32, "used_rows": "*i32"},
+    **dict.fromkeys(("coefficients", "argmax", "within", "found_inf")),
+}
+SUMS: dict[str, Any] = {"elements": 256, "exact": True}
 DENSE = {"BY_FREQUENCY": False, "DENSE": True}
 
 STEP: dict[str, str | None] = {
     **dict.fromkeys(("master", "state2", "state3", "row_step", "row_count", "lr_tensor")),
+    **dict.fromkeys(("segments", "sources", "coefficients", "partials")),
     **{"grad": F32, "used_rows": "*i32", "seed": "i64"},
     **dict.fromkeys(("step", "inv_scale", "found_inf"), F32),
 }
@@ -133,12 +144,43 @@ RULES = {
     **{"CORRECTED_DENOMINATOR": True, "NESTEROV": False, "STOCHASTIC": False},
 }
 ADAM = {"state1": F32, "state2": F32}
+FUSED = {"segments": "*i32", "sources": "*i32", "coefficients": F32, "partials": F32}
 CATCH_UP: dict[str, str | None] = {
     **dict.fromkeys(("master", "max_exp_avg_sq")),
     **dict.fromkeys(("exp_avg", "exp_avg_sq", "step", "found_inf"), F32),
     **{"row_step": "*i32", "used_rows": "*i32", "history": F64, "seed": "i64"},
 }
 WIDE = {"DIM": None, "STRIDE": 0, "ROWS": 1, "COLUMNS": 256}
+
+
+LOOK: dict[str, str | None] = {
+    **dict.fromkeys(("used_rows", "segments", "sources", "coefficients", "partials")),
+    **{"inv_scale": F32, "found_inf": F32, "stats": "*i64", "chunk_sums": F64},
+}
+
+
+def look(
+    note: str,
+    types: dict[str, str | None],
+    dim: int | None = None,
+    *,
+    unscale: bool = False,
+    wide: bool = False,
+    **options: Any,
+) -> Variant:
+    line = {"DIM": dim, "ROWS": 1, "COLUMNS": 128 if wide else 256}
+    fused = types.get("segments") is not None
+    return Variant(
+        "grad_check_kernel",
+        {**LOOK, **types},
+        {"UNSCALE": unscale, **({} if fused else line)},
+        dim if fused else None,
+        wide=wide,
+        elements=256,
+        exact=True,
+        note=note,
+        **options,
+    )
 
 
 def catch_up(
@@ -177,6 +219,25 @@ def elementwise(
         dim,
         elements=256,
         stores=stores,
+        exact=True,
+        note=note,
+        **options,
+    )
+
+
+def rowwise(
+    note: str,
+    types: dict[str, str | None],
+    constants: dict[str, Any],
+    dim: int,
+    **options: Any,
+) -> Variant:
+    return Variant(
+        "rowwise_adagrad_kernel",
+        {**STEP, "sums": F32, **types},
+        {**RULES, **constants},
+        dim,
+        elements=256,
         exact=True,
         note=note,
         **options,
@@ -271,37 +332,57 @@ VARIANTS = [
         note="f32-bf16",
         elements=1024,
     ),
-    Variant("short_segments_kernel", {**BACK}, DENSE, 128, note="f32", elements=512),
+    Variant("row_gradients_kernel", {**BACK, "partials": None}, DENSE, 128, note="f32", **SUMS),
     Variant(
-        "short_segments_kernel",
-        {**BACK, "grad_output": BF16, "counts": F32, "samples": F16},
+        "row_gradients_kernel",
+        {**BACK, "grad": BF16, "coefficients": F32},
         {"BY_FREQUENCY": True, "DENSE": False},
         64,
-        note="bf16-mean-weighted",
-        elements=512,
+        note="bf16-factors",
+        **SUMS,
     ),
     Variant(
-        "short_segments_kernel",
-        {**BACK, "grad_output": F16, "argmax": "*i32"},
+        "row_gradients_kernel",
+        {**BACK, "grad": F16, "argmax": "*i32", "within": "*i32"},
         DENSE,
         128,
         note="f16-max",
-        elements=512,
+        **SUMS,
     ),
+    Variant("long_chunks_kernel", {**BACK}, {}, 128, note="f32", **SUMS),
     Variant(
-        "long_chunks_kernel", {**BACK, **NO_BAGS}, {}, 128, note="f32-fixed-length", elements=512
+        "long_chunks_kernel",
+        {**BACK, "grad": F16, "coefficients": F32, "found_inf": F32},
+        {"DIM": None, "ROWS": 1, "COLUMNS": 256},
+        aligned=("width",),
+        note="f16-step-wide",
+        **SUMS,
     ),
     Variant(
         "long_chunks_kernel",
-        {**BACK, "grad_output": F64, "partials": F64},
+        {**BACK, "grad": F64, "partials": F64, "coefficients": F64},
         {},
         32,
         wide=True,
-        loads=r"ld\.global\.v2\.b64",
         note="f64",
-        elements=512,
+        **SUMS | {"loads": r"ld\.global\.v2\.b64"},
     ),
-    Variant("long_segments_kernel", {**BACK}, DENSE, 128, note="f32"),
+    Variant(
+        "bag_terms_kernel",
+        {"coefficients": None, "within": "*i32", "samples": None},
+        {"ROWS": 256},
+        loads=r"ld\.global",
+        num_warps=4,
+        note="max",
+    ),
+    Variant(
+        "bag_terms_kernel",
+        {"coefficients": F32, "within": None, "samples": BF16, "counts": F32, **NO_BAGS},
+        {"ROWS": 256},
+        loads=r"ld\.global",
+        num_warps=4,
+        note="mean-weighted",
+    ),
     Variant(
         "per_sample_kernel",
         {"grad_output": F32, "grad_weights": F32, "weight": BF16, "counts": F32, "indices": "*i64"},
@@ -370,6 +451,32 @@ VARIANTS = [
         loads=r"ld\.global\.v2\.b64",
         stores=r"st\.global\.v2\.b64",
     ),
+    elementwise("adam-f32-fused", {**ADAM, **FUSED, "param": F32}, {}, 128),
+    elementwise(
+        "adam-bf16-master-amsgrad-counted-fused",
+        {**ADAM, **FUSED, "param": BF16, "grad": BF16, "master": F32, "state3": F32}
+        | {"row_step": "*i32", "row_count": "*i32"},
+        {"DECAY": False, "DECOUPLED": True},
+        64,
+    ),
+    elementwise(
+        "adam-f16-stochastic-wide-fused",
+        {**ADAM, **FUSED, "param": F16, "grad": F16},
+        {**WIDE, "STOCHASTIC": True},
+        None,
+        aligned=("width",),
+    ),
+    elementwise(
+        "adam-f64-fused",
+        {"param": F64, "grad": F64, "state1": F64, "state2": F64, "state3": F64, "inv_scale": F32}
+        | {**FUSED, "coefficients": F64, "partials": F64},
+        {},
+        32,
+        wide=True,
+        loads=r"ld\.global\.v2\.b64",
+        stores=r"st\.global\.v2\.b64",
+    ),
+    elementwise("sgd-f32-fused", {**FUSED, "param": F32, "state1": F32}, {"RULE": 2}, 128),
     elementwise("adagrad-f16", {"param": F16, "state1": F32, "lr_tensor": F64}, {"RULE": 1}, 128),
     elementwise("sgd-f32", {"param": F32, "state1": F32}, {"RULE": 2, "NESTEROV": True}, 128),
     catch_up("f32", {"param": F32}, {}, 128),
@@ -392,14 +499,17 @@ VARIANTS = [
         stores=r"st\.global\.v2\.b64",
     ),
     Variant("mark_current_kernel", CATCH_UP, {"ROWS": 256}, loads=r"ld\.global", num_warps=4),
-    Variant(
-        "rowwise_adagrad_kernel",
-        {**STEP, "param": F16, "sums": F32},
-        {**RULES, "STOCHASTIC": True},
+    rowwise("f16-stochastic", {"param": F16}, {"STOCHASTIC": True}, 64),
+    rowwise("bf16-master-300", {"param": BF16, "master": F32}, {}, 300),
+    rowwise("f32-fused", {**FUSED, "param": F32}, {}, 128),
+    rowwise("bf16-master-fused", {**FUSED, "param": BF16, "master": F32, "grad": BF16}, {}, 512),
+    rowwise(
+        "f64-fused",
+        {"param": F64, "grad": F64, "sums": F64} | {**FUSED, "coefficients": F64, "partials": F64},
+        {},
         64,
-        elements=256,
-        exact=True,
-        note="f16-stochastic",
+        wide=True,
+        loads=r"ld\.global\.v2\.b64",
     ),
     Variant(
         "update_counters_kernel",
@@ -407,6 +517,58 @@ VARIANTS = [
         {"ROWS": 256},
         loads=r"ld\.global",
         num_warps=4,
+    ),
+    look("f32", {"grad": F32}, aligned=("width",)),
+    look("f16-flag-alone", {"grad": F16, "stats": None, "chunk_sums": None}, aligned=("width",)),
+    look(
+        "bf16-unscale",
+        {"grad": BF16},
+        unscale=True,
+        stores=r"st\.global\.v4\.b32",
+        aligned=("width",),
+    ),
+    look("f32-rows", {"grad": F32, "used_rows": "*i32"}, 128),
+    look(
+        "f64-rows",
+        {"grad": F64, "used_rows": "*i32"},
+        32,
+        wide=True,
+        loads=r"ld\.global\.v2\.b64",
+        unscale=True,
+    ),
+    look("f32-fused", {**FUSED, "grad": F32, "used_rows": "*i32"}, 128),
+    look("f16-fused", {**FUSED, "grad": F16, "used_rows": "*i32"}, 64),
+    look(
+        "f64-fused",
+        {**FUSED, "grad": F64, "used_rows": "*i32", "coefficients": F64, "partials": F64},
+        32,
+        wide=True,
+        loads=r"ld\.global\.v2\.b64",
+    ),
+    Variant(
+        "boundary_gradient_kernel",
+        {**LOOK, "grad": F16, "output": F16, "ratio": F32, "flags": F32},
+        {"ROWS": 1, "COLUMNS": 256},
+        stores=r"st\.global\.v4\.b32",
+        exact=True,
+        aligned=("width",),
+        note="f16",
+    ),
+    Variant(
+        "boundary_gradient_kernel",
+        {**LOOK, "grad": F32, "output": F32, "ratio": F32, "flags": F32, "stats": None},
+        {"ROWS": 1, "COLUMNS": 256},
+        stores=r"st\.global\.v4\.b32",
+        exact=True,
+        aligned=("width",),
+        note="f32-no-stats",
+    ),
+    Variant(
+        "scale_update_kernel",
+        {"scales": F32, "states": "*i32", "found_inf": F32, "configs": F64},
+        {"ROWS": 32},
+        loads=r"ld\.global",
+        exact=True,
     ),
     Variant(
         "check_indices_kernel", {"indices": "*i64"}, {"ROWS": 256}, loads=r"ld\.global", num_warps=4
@@ -424,13 +586,16 @@ def kernel_of(variant: Variant) -> Any:
         bags,
         embedding_bag,
         embedding_bag_backward,
+        grad_check,
         renorm,
         row_steps,
         rowwise_adagrad,
+        segments,
+        terms,
     )
 
-    tables = (embedding_bag, embedding_bag_backward, renorm, bags)
-    modules = (*tables, row_steps, rowwise_adagrad, adam_catch_up)
+    tables = (embedding_bag, embedding_bag_backward, terms, segments, renorm, bags)
+    modules = (*tables, row_steps, rowwise_adagrad, adam_catch_up, grad_check)
     (kernel,) = {vars(m)[variant.kernel] for m in modules if variant.kernel in vars(m)}
     return kernel
 
@@ -481,10 +646,13 @@ def test_compiled(variant: Variant, architecture: int, tmp_path: Path) -> None:
     assert re.search(variant.stores + r"\b", ptx)
     if variant.exact:
         assert not re.search(r"\b(fma|mad)\.rn\.f|\.approx|\.full\.f|\.ftz", ptx)
-    # Results are written, never added atomically: the one atomic is the claim of an error report.
+    # Results are written, never added atomically. Atomic are the claim of an error report, and
+    # counters: whole numbers, the same whoever comes first.
     atomics = set(re.findall(r"\b(?:atom|red)\.[\w.]+", ptx))
-    assert all(".cas.b64" in instruction for instruction in atomics), atomics
-    assert bool(atomics) == ("status" in kernel_of(variant).arg_names)
+    counters = variant.types.get("stats") is not None
+    allowed = r"\.(add\.[us]64|max\.s64)$" if counters else r"\.cas\.b64$"
+    assert all(re.search(allowed, instruction) for instruction in atomics), atomics
+    assert bool(atomics) == (counters or "status" in kernel_of(variant).arg_names)
 
     usage = _resource_usage(binary.asm["cubin"], tmp_path)
     assert usage["STACK"] == usage["LOCAL"] == 0, "registers spill"

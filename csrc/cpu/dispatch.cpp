@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "common/scale_update.h"
 #include "cpu/kernels.h"
 
 namespace fastemb::cpu {
@@ -24,13 +25,17 @@ struct Level {
    isa::bag_forward,                 \
    isa::gather,                      \
    isa::bag_backward,                \
+   isa::bag_terms,                   \
    isa::per_sample_backward,         \
    isa::renorm,                      \
    isa::row_adam,                    \
    isa::row_adam_catch_up,           \
    isa::row_adagrad,                 \
    isa::row_rowwise_adagrad,         \
-   isa::row_sgd}
+   isa::row_sgd,                     \
+   isa::grad_check,                  \
+   isa::row_grad_check,              \
+   isa::boundary_gradient}
 
 // Best first.
 #if FE_X86_LEVELS
@@ -97,6 +102,9 @@ void gather(const Gather* problems, int64_t count, const Parallel& parallel) {
 void bag_backward(const BagBackward* problems, int64_t count, const Parallel& parallel) {
   for_each(active().kernels.bag_backward, problems, count, parallel);
 }
+void bag_terms(const BagTerms* problems, int64_t count, const Parallel& parallel) {
+  for_each(active().kernels.bag_terms, problems, count, parallel);
+}
 void per_sample_backward(const PerSampleBackward* problems, int64_t count, const Parallel& parallel) {
   for_each(active().kernels.per_sample_backward, problems, count, parallel);
 }
@@ -117,6 +125,20 @@ void row_rowwise_adagrad(const RowRowwiseAdagrad* problems, int64_t count, const
 }
 void row_sgd(const RowSgd* problems, int64_t count, const Parallel& parallel) {
   for_each(active().kernels.row_sgd, problems, count, parallel);
+}
+void grad_check(const GradCheck* problems, int64_t count, const Parallel& parallel) {
+  for_each(active().kernels.grad_check, problems, count, parallel);
+}
+void row_grad_check(const RowGradCheck* problems, int64_t count, const Parallel& parallel) {
+  for_each(active().kernels.row_grad_check, problems, count, parallel);
+}
+void boundary_gradient(const BoundaryGradient* problems, int64_t count, const Parallel& parallel) {
+  for_each(active().kernels.boundary_gradient, problems, count, parallel);
+}
+void scale_update(const ScaleUpdate& problem) {
+  for (int64_t g = 0; g < problem.groups; ++g) {
+    update_scale(problem.scales[g], problem.states[g], problem.found_inf[g], problem.configs[g]);
+  }
 }
 
 }  // namespace fastemb::cpu

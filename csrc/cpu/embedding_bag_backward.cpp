@@ -1,23 +1,19 @@
-// Row gradients on the CPU. A dense gradient is written once, the rows that no id names as zeros between those that are
-// summed. Segments (the occurrences of one row) are shared out to threads by length; a segment much
-// longer than a chunk, a hot id, is split by chunks over all threads, and its partial sums are added in chunk order.
+// Row gradients on the CPU, and the terms that they are sums of. A dense gradient is written once, the rows that no id
+// names as zeros between those that are summed.
 #include "cpu/kernels.h"
-#include "cpu/rows.h"
+#include "cpu/segments.h"
 
 namespace fastemb::cpu::FE_ISA {
 namespace {
 
-inline constexpr int64_t kLong = 8 * kChunk;                // a segment longer than this is worth the second pass
 inline constexpr int64_t kStreamBytes = int64_t{16} << 20;  // outputs beyond this do not stay in a cache anyway
 
 enum class Leave { cached, streamed };
 
-// bag_of[p] for every position, bag_count[b] for a mean.
+// bag_of[p] for every position unless each is a bag of its own, or bag_of is null; bag_count[b] for a mean.
 template <typename A>
-void prepare(const BagBackward& p, const Parallel& parallel) {
-  const Bags& bags = p.bags;
-  A* bag_count = static_cast<A*>(p.bag_count);
-  const bool need_bag_of = !(bags.offsets == nullptr && bags.bag_length == 1);
+void describe_bags(const Bags& bags, Mode mode, int32_t* bag_of, A* bag_count, const Parallel& parallel) {
+  const bool need_bag_of = bag_of != nullptr && !(bags.offsets == nullptr && bags.bag_length == 1);
   const int64_t total = covered(bags) + bags.num_bags;
   const auto start = [&](int64_t b) { return bag_begin(bags, b) + b; };
   const int64_t pieces = pieces_for(parallel, total);
@@ -28,9 +24,9 @@ void prepare(const BagBackward& p, const Parallel& parallel) {
       const int64_t begin = bag_begin(bags, b), end = bag_begin(bags, b + 1);
       int64_t count = end - begin;
       if (need_bag_of) {
-        for (int64_t i = begin; i < end; ++i) p.bag_of[i] = static_cast<int32_t>(b);
+        for (int64_t i = begin; i < end; ++i) bag_of[i] = static_cast<int32_t>(b);
       }
-      if (p.mode == Mode::mean) {
+      if (mode == Mode::mean) {
         if (bags.padding_idx >= 0) {
           for (int64_t i = begin; i < end; ++i) {
             if (load_index(bags.indices, bags.index_type, i) == bags.padding_idx) --count;
@@ -45,6 +41,7 @@ void prepare(const BagBackward& p, const Parallel& parallel) {
 // The terms of one row's gradient.
 template <typename T>
 struct Terms {
+  using Element = T;
   using A = typename AccOf<T>::type;
 
   explicit Terms(const BagBackward& problem)
@@ -73,8 +70,11 @@ struct Terms {
     }
   }
 
+  int64_t width() const { return p.dim; }
+  bool summed_otherwise() const { return p.mode == Mode::max; }
+
   // Mode max: the term of column d counts where the occurrence is the bag's winner.
-  void max_chunk(int64_t begin, int64_t end, A* part) const {
+  void sum_chunk(int64_t begin, int64_t end, A* part) const {
     for (int64_t d = 0; d < p.dim; ++d) part[d] = A{};
     for (int64_t k = begin; k < end; ++k) {
       const int32_t position = p.groups.order[k];
@@ -104,86 +104,6 @@ void finish(const BagBackward& p, int64_t segment, A* row) {
   if (!p.scale_grad_by_freq) return;
   const A occurrences = static_cast<A>(p.groups.segments[segment + 1] - p.groups.segments[segment]);
   for (int64_t d = 0; d < p.dim; ++d) row[d] /= occurrences;
-}
-
-template <typename T, typename A>
-void sum_segment(const Terms<T>& terms, int64_t begin, int64_t end, int64_t limit, RowList<T>& list, A* part, A* out) {
-  const int64_t dim = terms.p.dim;
-  ChunkedSum<A> sum{out, part, dim};
-  for (int64_t chunk = begin; chunk < end; chunk += kChunk) {
-    const int64_t chunk_end = chunk + kChunk < end ? chunk + kChunk : end;
-    if (terms.p.mode == Mode::max) {
-      terms.max_chunk(chunk, chunk_end, sum.empty ? out : part);
-      sum.added_part();
-    } else {
-      terms.list_positions(chunk, chunk_end, limit, list);
-      if (terms.scaled) {
-        sum.template add<true>(list, 0, chunk_end - chunk);
-      } else {
-        sum.template add<false>(list, 0, chunk_end - chunk);
-      }
-    }
-  }
-}
-
-// Segments longer than kLong, found by stepping: each of them holds a multiple of kLong in the sorted positions.
-struct LongSegments {
-  struct Piece {
-    int64_t segment;
-    int64_t begin, end;  // sorted positions of one chunk
-  };
-
-  LongSegments(const Groups& groups, int64_t num_rows, int64_t positions)
-      : segments(positions / kLong + 1), pieces(bag_backward_partial_rows(positions)) {
-    const auto start = [&](int64_t k) { return groups.segments[k]; };
-    for (int64_t at = 0; at < positions; at += kLong) {
-      int64_t low = 0, high = num_rows;  // last segment that starts at or before `at`
-      while (high - low > 1) {
-        const int64_t middle = low + (high - low) / 2;
-        if (start(middle) <= at)
-          low = middle;
-        else
-          high = middle;
-      }
-      const int64_t begin = start(low), end = start(low + 1);
-      if (end - begin <= kLong || (count > 0 && segments.data[count - 1] == low)) continue;
-      segments.data[count++] = low;
-      for (int64_t chunk = begin; chunk < end; chunk += kChunk) {
-        pieces.data[num_pieces++] = {low, chunk, chunk + kChunk < end ? chunk + kChunk : end};
-      }
-    }
-  }
-
-  Scratch<int64_t> segments;
-  Scratch<Piece> pieces;
-  int64_t count = 0;
-  int64_t num_pieces = 0;
-};
-
-template <typename T>
-void sum_long_segments(const Terms<T>& terms, int64_t num_rows, int64_t positions, const Parallel& parallel) {
-  using A = typename AccOf<T>::type;
-  const BagBackward& p = terms.p;
-  const LongSegments longs(p.groups, num_rows, positions);
-  A* partials = static_cast<A*>(p.partials);
-  parallel_ranges(parallel, longs.num_pieces, 1, [&](int64_t first, int64_t last) {
-    RowList<T> list;
-    for (int64_t i = first; i < last; ++i) {
-      const auto& piece = longs.pieces.data[i];
-      A* part = partials + i * p.dim;
-      sum_segment<T, A>(terms, piece.begin, piece.end, piece.end, list, part, part);
-    }
-  });
-  int64_t i = 0;
-  for (int64_t s = 0; s < longs.count; ++s) {
-    const int64_t segment = longs.segments.data[s];
-    A* row = target_row<A>(p, segment);
-    memcpy(row, partials + i * p.dim, static_cast<size_t>(p.dim) * sizeof(A));
-    for (++i; i < longs.num_pieces && longs.pieces.data[i].segment == segment; ++i) {
-      for (int64_t d = 0; d < p.dim; ++d) row[d] += partials[i * p.dim + d];
-    }
-    finish(p, segment, row);
-  }
 }
 
 // Zeros between the rows of a dense gradient.
@@ -222,7 +142,7 @@ struct SegmentRange {
         ++k;
       } else if (length > kChunk || p.mode == Mode::max) {
         A* row = target_row<A>(p, k);
-        sum_segment<T, A>(terms, segments[k], segments[k + 1], positions, list, part.data, row);
+        sum_segment(terms, segments[k], segments[k + 1], positions, list, part.data, row);
         finish(p, k, row);
         ++k;
       } else {
@@ -269,7 +189,7 @@ struct SegmentRange {
 template <typename T>
 void backward(const BagBackward& p, const Parallel& parallel) {
   using A = typename AccOf<T>::type;
-  prepare<A>(p, parallel);
+  describe_bags<A>(p.bags, p.mode, p.bag_of, static_cast<A*>(p.bag_count), parallel);
   const int64_t num_rows = *p.groups.num_rows;
   const int64_t positions = p.groups.segments[num_rows];
   const Terms<T> terms(p);
@@ -296,10 +216,66 @@ void backward(const BagBackward& p, const Parallel& parallel) {
     SegmentRange<T>(terms, positions, leave).sum(first, last);
     if (leave == Leave::streamed) stream_fence();
   });
-  if (positions > kLong) sum_long_segments(terms, num_rows, positions, parallel);
+  sum_long_segments(terms, p.groups.segments, num_rows, static_cast<A*>(p.partials), parallel,
+                    [&](int64_t segment, A* sum) {
+                      A* row = target_row<A>(p, segment);
+                      memcpy(row, sum, static_cast<size_t>(p.dim) * sizeof(A));
+                      finish(p, segment, row);
+                    });
+}
+
+// The bag of a position where all have one length, without a division for each.
+struct BagOfPosition {
+  explicit BagOfPosition(int64_t length_in) : length(length_in), inverse(1.0 / static_cast<double>(length_in)) {}
+
+  int32_t operator()(int32_t position) const {
+    const int32_t near = static_cast<int32_t>(static_cast<double>(position) * inverse);  // off by one at most
+    return near - (near * length > position) + ((near + 1) * length <= position);
+  }
+
+  int64_t length;
+  double inverse;
+};
+
+template <typename A>
+void list_terms(const BagTerms& p, const Parallel& parallel) {
+  const Bags& bags = p.bags;
+  const bool one_length = bags.offsets == nullptr;
+  if (!one_length || p.mode == Mode::mean) {
+    describe_bags<A>(bags, p.mode, one_length ? nullptr : p.bag_of, static_cast<A*>(p.bag_count), parallel);
+  }
+  const int64_t positions = covered(bags);
+  const BagOfPosition bag_of(one_length && bags.bag_length > 0 ? bags.bag_length : 1);
+  const A* bag_count = static_cast<const A*>(p.bag_count);
+  A* coefficients = static_cast<A*>(p.coefficients);
+  parallel_ranges(parallel, bags.num_indices, int64_t{1} << 14, [&](int64_t first, int64_t last) {
+    if (one_length) {
+      for (int64_t j = first; j < last; ++j) p.sources[j] = bag_of(p.order[j]);
+    } else {
+      for (int64_t j = first; j < last; ++j) p.sources[j] = p.order[j] < positions ? p.bag_of[p.order[j]] : -1;
+    }
+    if (coefficients == nullptr) return;
+    for (int64_t j = first; j < last; ++j) {
+      const int32_t source = p.sources[j];
+      A factor{1};
+      if (p.per_sample_weights != nullptr) {
+        factor = load_scalar<A>(p.per_sample_weights, p.per_sample_type, p.order[j]);
+      }
+      if (p.mode == Mode::mean && source >= 0) factor /= bag_count[source];
+      coefficients[j] = factor;
+    }
+  });
 }
 
 }  // namespace
+
+void bag_terms(const BagTerms& p, const Parallel& parallel) {
+  if (p.acc_type == DType::f64) {
+    list_terms<double>(p, parallel);
+  } else {
+    list_terms<float>(p, parallel);
+  }
+}
 
 void bag_backward(const BagBackward& p, const Parallel& parallel) {
   with_type(p.grad_type, [&](auto t) { backward<decltype(t)>(p, parallel); });

@@ -14,6 +14,7 @@ struct Kernels {
   void (*bag_forward)(const BagForward&, const Parallel&);
   void (*gather)(const Gather&, const Parallel&);
   void (*bag_backward)(const BagBackward&, const Parallel&);
+  void (*bag_terms)(const BagTerms&, const Parallel&);
   void (*per_sample_backward)(const PerSampleBackward&, const Parallel&);
   void (*renorm)(const Renorm&, const Parallel&);
   void (*row_adam)(const RowAdam&, const Parallel&);
@@ -21,6 +22,9 @@ struct Kernels {
   void (*row_adagrad)(const RowAdagrad&, const Parallel&);
   void (*row_rowwise_adagrad)(const RowRowwiseAdagrad&, const Parallel&);
   void (*row_sgd)(const RowSgd&, const Parallel&);
+  void (*grad_check)(const GradCheck&, const Parallel&);
+  void (*row_grad_check)(const RowGradCheck&, const Parallel&);
+  void (*boundary_gradient)(const BoundaryGradient&, const Parallel&);
 };
 
 #define FE_DECLARE_KERNELS(isa)                                        \
@@ -32,6 +36,7 @@ struct Kernels {
   void bag_forward(const BagForward&, const Parallel&);                \
   void gather(const Gather&, const Parallel&);                         \
   void bag_backward(const BagBackward&, const Parallel&);              \
+  void bag_terms(const BagTerms&, const Parallel&);                    \
   void per_sample_backward(const PerSampleBackward&, const Parallel&); \
   void renorm(const Renorm&, const Parallel&);                         \
   void row_adam(const RowAdam&, const Parallel&);                      \
@@ -39,6 +44,9 @@ struct Kernels {
   void row_adagrad(const RowAdagrad&, const Parallel&);                \
   void row_rowwise_adagrad(const RowRowwiseAdagrad&, const Parallel&); \
   void row_sgd(const RowSgd&, const Parallel&);                        \
+  void grad_check(const GradCheck&, const Parallel&);                  \
+  void row_grad_check(const RowGradCheck&, const Parallel&);           \
+  void boundary_gradient(const BoundaryGradient&, const Parallel&);    \
   }
 
 FE_DECLARE_KERNELS(baseline)

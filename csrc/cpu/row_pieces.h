@@ -93,8 +93,8 @@ FE_FUNCTION const A* gradient_in_acc(const RowStep& p, int64_t first, int64_t n,
 
 template <typename A>
 struct Buffers {
-  explicit Buffers(int64_t columns) : grad(columns), unrounded(columns) {}
-  Scratch<A> grad, unrounded;
+  explicit Buffers(int64_t columns) : grad(columns), part(columns), unrounded(columns) {}
+  Scratch<A> grad, part, unrounded;
 };
 
 // Where a piece lies: columns [column, column + n) of gradient row k, table row `row`. `ahead` rows further in the
@@ -118,14 +118,30 @@ FE_FUNCTION Piece row_piece(const RowStep& p, int64_t k, int64_t used) {
   return {k, row, 0, in_table(p, row) ? p.dim : 0, in_table(p, ahead) ? ahead - row : 0};
 }
 
-// body(piece) for every piece of the rows that count, shared out to threads. Pieces are whole rows when `whole`.
+// body(begin, end) over ranges of the `used` rows, each of `per_row` items, shared out to threads; at least `grain`
+// items for each. Rows that have to be summed first count as what they are sums of.
+template <typename Body>
+void share_out(const RowStep& p, int64_t used, int64_t per_row, int64_t grain, const Parallel& parallel,
+               const Body& body) {
+  if (p.segments == nullptr) return parallel_ranges(parallel, used * per_row, grain, body);
+  constexpr int64_t kUpdate = 4;  // terms that take as long as the update of a row
+  const auto start = [&](int64_t k) { return p.segments[k] + k * kUpdate; };
+  const int64_t total = start(used), pieces = pieces_for(parallel, total * p.dim);
+  parallel_ranges(parallel, pieces, 1, [&](int64_t piece, int64_t piece_end) {
+    body(split_point(used, total, piece, pieces, start) * per_row,
+         split_point(used, total, piece_end, pieces, start) * per_row);
+  });
+}
+
+// body(piece) for every piece of the rows that count, shared out to threads. Pieces are whole rows when `whole`, and
+// where gradients are summed.
 template <typename A, typename Body>
 void for_pieces(const RowStep& p, bool whole, const Parallel& parallel, const Body& body) {
   if (skipped(p) || p.dim == 0) return;
   const int64_t used = used_rows(p);
-  const int64_t width = whole || p.dim < kPiece ? p.dim : kPiece;
+  const int64_t width = whole || p.segments != nullptr || p.dim < kPiece ? p.dim : kPiece;
   const int64_t per_row = (p.dim + width - 1) / width;
-  parallel_ranges(parallel, used * per_row, kGrain / width + 1, [&](int64_t begin, int64_t end) {
+  share_out(p, used, per_row, kGrain / width + 1, parallel, [&](int64_t begin, int64_t end) {
     Buffers<A> buffers(width);
     for (int64_t i = begin; i < end; ++i) {
       Piece at = row_piece(p, i / per_row, used);

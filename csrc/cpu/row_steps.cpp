@@ -2,7 +2,7 @@
 // element computes depends on another (the row-wise sum excepted, which is a dot of ops.h).
 #include "cpu/dot.h"
 #include "cpu/kernels.h"
-#include "cpu/row_pieces.h"
+#include "cpu/row_gradients.h"
 
 namespace fastemb::cpu::FE_ISA {
 namespace {
@@ -17,6 +17,7 @@ void adam(const RowAdam& p, const Parallel& parallel) {
   const int64_t t = step_number(step);
   const auto common = AdamRule<A>::make(p, t, 1);
   const bool per_row = p.row_step != nullptr || p.row_count != nullptr;
+  const RowGradients<A> gradients(step, parallel);
   for_pieces<A>(step, per_row, parallel, [&](const Piece& at, Buffers<A>& buffers) {
     AdamRule<A> rule = common;
     if (per_row) {
@@ -31,7 +32,7 @@ void adam(const RowAdam& p, const Parallel& parallel) {
     M* exp_avg = state_of<M>(step, p.exp_avg, at);
     M* exp_avg_sq = state_of<M>(step, p.exp_avg_sq, at);
     M* largest = state_of<M>(step, p.max_exp_avg_sq, at);
-    const A* grad = gradient_in_acc(step, at.k * step.dim + at.column, at.n, buffers.grad.data);
+    const A* grad = gradients.of(at, buffers);
     step_piece<T, kStore, A>(step, gradient, at, grad, buffers.unrounded.data,
                              [&](auto access, int64_t d, Vec<A> g, Vec<A> param) {
                                prefetch_state(step, exp_avg + d, at);
@@ -56,9 +57,10 @@ void adagrad(const RowAdagrad& p, const Parallel& parallel) {
   const RowStep& step = p.rows;
   const auto gradient = GradientRule<A>::make(step, false);
   const auto rule = AdagradRule<A>::make(p);
+  const RowGradients<A> gradients(step, parallel);
   for_pieces<A>(step, false, parallel, [&](const Piece& at, Buffers<A>& buffers) {
     A* sums = state_of<A>(step, p.sum, at);
-    const A* grad = gradient_in_acc(step, at.k * step.dim + at.column, at.n, buffers.grad.data);
+    const A* grad = gradients.of(at, buffers);
     step_piece<T, kStore, A>(step, gradient, at, grad, buffers.unrounded.data,
                              [&](auto access, int64_t d, Vec<A> g, Vec<A> param) {
                                prefetch_state(step, sums + d, at);
@@ -85,10 +87,12 @@ void rowwise_adagrad(const RowRowwiseAdagrad& p, const Parallel& parallel) {
   const auto rule = AdagradRule<A>::make(p);
   A* sums = static_cast<A*>(p.sum);
 
+  const RowGradients<A> gradients(step, parallel);
+
   // Makes the row's gradient at `finished` and updates its sum.
-  const auto rate_of = [&](const Piece& at, A* finished) {
+  const auto rate_of = [&](const Piece& at, Buffers<A>& buffers, A* finished) {
     const Place target{row_of<T>(step, at.row), state_of<A>(step, step.master, at), nullptr};
-    const A* grad = gradient_in_acc(step, at.k * step.dim, at.n, finished);
+    const A* grad = gradients.of(at, buffers);
     for_vectors<A>(at.n, [&](auto access, int64_t d) {
       access.store(finished + d,
                    GradientRule<A>::apply(gradient, access.load(grad + d), Place::load(target, access, d)));
@@ -98,20 +102,21 @@ void rowwise_adagrad(const RowRowwiseAdagrad& p, const Parallel& parallel) {
     return AdagradRule<A>::row_rate(rule, sums[at.row]);
   };
 
-  parallel_ranges(parallel, used, kGrain / step.dim + 1, [&](int64_t begin, int64_t end) {
-    Scratch<A> gradients(kBlock * step.dim), unrounded(step.dim);
+  share_out(step, used, 1, kGrain / step.dim + 1, parallel, [&](int64_t begin, int64_t end) {
+    Scratch<A> finished(kBlock * step.dim);
+    Buffers<A> buffers(step.dim);
     Piece pieces[kBlock];
     A rates[kBlock];
     for (int64_t block = begin; block < end; block += kBlock) {
       const int64_t n = end - block < kBlock ? end - block : kBlock;
       for (int64_t i = 0; i < n; ++i) {
         pieces[i] = row_piece(step, block + i, used);
-        if (pieces[i].n > 0) rates[i] = rate_of(pieces[i], gradients.data + i * step.dim);
+        if (pieces[i].n > 0) rates[i] = rate_of(pieces[i], buffers, finished.data + i * step.dim);
       }
       for (int64_t i = 0; i < n; ++i) {
         const A rate = rates[i];
         if (pieces[i].n == 0) continue;
-        step_piece<T, kStore, A>(step, as_is, pieces[i], gradients.data + i * step.dim, unrounded.data,
+        step_piece<T, kStore, A>(step, as_is, pieces[i], finished.data + i * step.dim, buffers.unrounded.data,
                                  [&](auto, int64_t, Vec<A> g, Vec<A> param) { return param - g * rate; });
       }
     }
@@ -124,9 +129,10 @@ void sgd(const RowSgd& p, const Parallel& parallel) {
   const RowStep& step = p.rows;
   const auto gradient = GradientRule<A>::make(step, false);
   const auto rule = SgdRule<A>::make(p);
+  const RowGradients<A> gradients(step, parallel);
   for_pieces<A>(step, false, parallel, [&](const Piece& at, Buffers<A>& buffers) {
     A* buffer = state_of<A>(step, p.momentum_buffer, at);
-    const A* grad = gradient_in_acc(step, at.k * step.dim + at.column, at.n, buffers.grad.data);
+    const A* grad = gradients.of(at, buffers);
     step_piece<T, kStore, A>(step, gradient, at, grad, buffers.unrounded.data,
                              [&](auto access, int64_t d, Vec<A> g, Vec<A> param) {
                                if (buffer == nullptr) return SgdRule<A>::apply(rule, g, param, (Vec<A>*)nullptr);

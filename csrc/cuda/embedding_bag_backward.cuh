@@ -1,23 +1,12 @@
 // Gradients of the bag: of the table's rows and of the per-sample weights. Kernels and launchers.
 //
 // Row gradients are sums over the positions that name the row, which group_indices has sorted next to each other
-// (a segment). Nothing is added atomically and the host learns no count, so the bits depend on nothing but the input:
-//   segments of at most kChunk positions   one group of threads adds them up and writes the row;
-//   longer segments                        one group for each chunk of kChunk positions writes a partial sum, then one
-//                                          group for each segment adds its partial sums in order.
-//
-// Where partial sums lie. Cut the sorted positions into windows of kChunk. Chunks of a segment begin kChunk apart, so a
-// segment longer than kChunk begins at most one chunk in each window. In one window
-//   - at most one long segment begins its first chunk: the segment reaches beyond the window;
-//   - at most one long segment begins a later chunk: such a segment also owns the position at the window's start, as
-//     its previous chunk began less than kChunk before.
-// So slot 2 * window + (first chunk ? 1 : 0) belongs to one chunk, and the chunk is found from its slot: the segment
-// that owns the window's first position (later chunk), or the first position of the next window (first chunk, as the
-// segment is longer than kChunk).
+// (a segment): segments.cuh says how.
 #pragma once
 
 #include "cuda/bags.cuh"
 #include "cuda/dot.cuh"
+#include "cuda/segments.cuh"
 
 namespace fastemb::cuda {
 
@@ -87,8 +76,9 @@ int describe_bags(const Bags& bags, Mode mode, int32_t* bag_of, A* count, Stream
 template <bool kMax, int V>
 inline constexpr int kGradsAhead = V == 1 ? 8 : (kMax && V == 8 ? 2 : 4);
 
-template <typename A>
-FE_DEVICE A term_scale(const BagBackward& a, int64_t position, int64_t bag) {
+// What the position's row of grad_output is multiplied by.
+template <typename A, typename Problem>
+FE_DEVICE A term_scale(const Problem& a, int64_t position, int64_t bag) {
   A scale = 1;
   if (a.per_sample_weights != nullptr) scale = load_as<A>(a.per_sample_weights, a.per_sample_type, position);
   if (a.mode == Mode::mean) scale = div_rn(scale, load<1>(static_cast<const A*>(a.bag_count) + bag).item[0]);
@@ -163,59 +153,21 @@ __global__ void __launch_bounds__(kBlock, kMax ? 2 : 3)
   }
 }
 
-// A chunk of a long segment; first < 0 where a slot holds none.
-struct LongChunk {
-  int64_t segment;
-  int64_t first;  // the segment's first sorted position
-  int64_t end;    // and its end
-  int64_t begin;  // the chunk's first sorted position
-};
-
-FE_DEVICE LongChunk chunk_of_slot(const Groups& groups, int64_t slot) {
-  const LongChunk none = {0, -1, 0, 0};
-  const int64_t window = slot / 2 * kChunk;
-  const bool opening = slot % 2 == 1;
-  const int64_t owned = opening ? window + kChunk : window;
-  const int64_t num_rows = *groups.num_rows;
-  if (owned >= groups.segments[num_rows]) return none;
-  // The last segment that begins at or before `owned`. segments[0] is 0, so there is one.
-  int64_t low = 0;
-  int64_t high = num_rows;
-  while (high - low > 1) {
-    const int64_t middle = low + (high - low) / 2;
-    if (groups.segments[middle] <= owned) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  const int64_t first = groups.segments[low];
-  const int64_t end = groups.segments[low + 1];
-  if (end - first <= kChunk) return none;
-  if (opening) return first >= window && first < window + kChunk ? LongChunk{low, first, end, first} : none;
-  const int64_t begin = first + ceil_div(window - first, kChunk) * kChunk;
-  return first < window && begin < end ? LongChunk{low, first, end, begin} : none;
-}
-
-FE_DEVICE int64_t slot_of_chunk(int64_t first, int64_t begin) {
-  return 2 * (begin / kChunk) + (begin == first ? 1 : 0);
-}
-
 // Partial sums of the long segments' chunks.
 template <typename G, bool kMax, int V>
 __global__ void __launch_bounds__(kBlock, 2)
     long_chunks_kernel(BagBackward a, int64_t slots, int32_t lanes, int64_t tiles) {
   using A = typename AccOf<G>::type;
   const Place at = place(lanes);
+  const Segments segments = {a.groups.segments, *a.groups.num_rows};
   for (int64_t tile = blockIdx.y; tile < tiles; tile += gridDim.y) {
     const int64_t column = (tile * lanes + at.lane) * V;
     if (column >= a.dim) continue;
     for (int64_t slot = at.item; slot < slots; slot += at.step) {
-      const LongChunk chunk = chunk_of_slot(a.groups, slot);
+      const LongChunk chunk = chunk_of_slot(segments, slot);
       if (chunk.first < 0) continue;
-      const int64_t end = chunk.begin + kChunk < chunk.end ? chunk.begin + kChunk : chunk.end;
       A part[V] = {};
-      sum_chunk<G, kMax, V>(a, chunk.begin, end, column, part);
+      sum_chunk<G, kMax, V>(a, chunk.begin, end_of_chunk(chunk), column, part);
       Vec<A, V> y;
 #pragma unroll
       for (int v = 0; v < V; ++v) y.item[v] = part[v];
@@ -228,30 +180,16 @@ __global__ void __launch_bounds__(kBlock, 2)
 template <typename A, int V>
 __global__ void __launch_bounds__(kBlock, 2)
     long_segments_kernel(BagBackward a, int64_t windows, int32_t lanes, int64_t tiles) {
-  constexpr int kAhead = 8;
   const Place at = place(lanes);
-  const A* partials = static_cast<const A*>(a.partials);
+  const Segments segments = {a.groups.segments, *a.groups.num_rows};
   for (int64_t tile = blockIdx.y; tile < tiles; tile += gridDim.y) {
     const int64_t column = (tile * lanes + at.lane) * V;
     if (column >= a.dim) continue;
     for (int64_t window = at.item; window < windows; window += at.step) {
-      const LongChunk chunk = chunk_of_slot(a.groups, 2 * window + 1);
+      const LongChunk chunk = chunk_of_slot(segments, 2 * window + 1);
       if (chunk.first < 0) continue;
       A sum[V] = {};
-      for (int64_t begin = chunk.first; begin < chunk.end; begin += kAhead * kChunk) {
-        Vec<A, V> part[kAhead] = {};
-#pragma unroll
-        for (int u = 0; u < kAhead; ++u) {
-          const int64_t start = begin + u * kChunk;
-          if (start < chunk.end) part[u] = load<V>(partials + slot_of_chunk(chunk.first, start) * a.dim + column);
-        }
-#pragma unroll
-        for (int u = 0; u < kAhead; ++u) {
-          if (begin + u * kChunk >= chunk.end) continue;
-#pragma unroll
-          for (int v = 0; v < V; ++v) sum[v] = add_rn(sum[v], part[u].item[v]);
-        }
-      }
+      sum_partials<8>(static_cast<const A*>(a.partials), a.dim, chunk.first, chunk.end, column, sum);
       store_row_gradient<V>(a, chunk.segment, chunk.end - chunk.first, column, sum);
     }
   }
@@ -291,6 +229,31 @@ inline int launch_bag_backward(const BagBackward& a, Stream stream) {
       return a.mode == Mode::max ? launch_segments<G, true, V>(a, stream) : launch_segments<G, false, V>(a, stream);
     });
   });
+}
+
+// ---- row gradients as a sparse matrix times grad_output ----------------------------------------------------------
+
+// One thread a sorted position. -1 for the bag of a position that no bag covers.
+template <typename A>
+__global__ void __launch_bounds__(kBlock) bag_terms_kernel(BagTerms a) {
+  for (int64_t j = flat_thread(); j < a.bags.num_indices; j += flat_threads()) {
+    const int32_t position = load<1>(a.order + j).item[0];
+    const bool there = position >= 0 && position < a.bags.num_indices;
+    const int32_t bag = there ? bag_at(a.bags, a.bag_of, position) : -1;
+    a.sources[j] = bag;
+    if (a.coefficients == nullptr) continue;
+    static_cast<A*>(a.coefficients)[j] = bag < 0 ? A(0) : term_scale<A>(a, position, bag);
+  }
+}
+
+inline int launch_bag_terms(const BagTerms& a, Stream stream) {
+  if (a.bags.num_indices == 0) return 0;
+  const auto launch = [&](auto dtype) {
+    using A = typename decltype(dtype)::type;
+    if (int error = describe_bags(a.bags, a.mode, a.bag_of, static_cast<A*>(a.bag_count), stream)) return error;
+    return FE_LAUNCH(bag_terms_kernel<A>, flat_grid(a.bags.num_indices), kBlock, stream, a);
+  };
+  return a.acc_type == DType::f64 ? launch(Type<double>{}) : launch(Type<float>{});
 }
 
 // ---- per-sample weights ------------------------------------------------------------------------------------------

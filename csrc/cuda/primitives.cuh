@@ -32,6 +32,9 @@ FE_DEVICE float div_rn(float a, float b) { return __fdiv_rn(a, b); }
 FE_DEVICE double div_rn(double a, double b) { return __ddiv_rn(a, b); }
 FE_DEVICE float sqrt_rn(float a) { return __fsqrt_rn(a); }
 FE_DEVICE double sqrt_rn(double a) { return __dsqrt_rn(a); }
+FE_DEVICE double fma_rn(double a, double b, double c) { return fma(a, b, c); }
+FE_DEVICE float magnitude(float a) { return fabsf(a); }
+FE_DEVICE double magnitude(double a) { return fabs(a); }
 FE_DEVICE float power(float a, float b) { return powf(a, b); }
 FE_DEVICE double power(double a, double b) { return pow(a, b); }
 
@@ -211,8 +214,24 @@ FE_DEVICE int64_t warp_sum(int64_t x) {
   return x;
 }
 
+FE_DEVICE int64_t warp_max(int64_t x) {
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+    const int64_t other = exchange(x, distance);
+    x = other > x ? other : x;
+  }
+  return x;
+}
+
 // All threads of the block have come here, and see what the others wrote before.
 FE_DEVICE void block_barrier() { __syncthreads(); }
+
+// Whole numbers only: the result does not depend on who comes first.
+FE_DEVICE void atomic_add(int64_t* to, int64_t x) {
+  atomicAdd(reinterpret_cast<unsigned long long*>(to), static_cast<unsigned long long>(x));
+}
+FE_DEVICE void atomic_max(int64_t* to, int64_t x) {
+  atomicMax(reinterpret_cast<long long*>(to), static_cast<long long>(x));
+}
 
 // ---- errors ------------------------------------------------------------------------------------------------------
 

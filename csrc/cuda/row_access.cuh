@@ -125,9 +125,9 @@ FE_DEVICE typename AccOf<T>::type value_of(const RowStep& r, const Stored<T, V>&
   }
 }
 
-// Gradient row k, columns [column, column + V). Waits for the loads: it comes last.
+// Row k of grad, columns [column, column + V). Waits for the loads: it comes last.
 template <int V, typename A>
-FE_DEVICE void load_gradient(const RowStep& r, int64_t k, int64_t column, A (&grad)[V]) {
+FE_DEVICE void load_row(const RowStep& r, int64_t k, int64_t column, A (&grad)[V]) {
   const int64_t at = k * r.dim + column;
   if constexpr (std::is_same_v<A, double>) {
     load_widened<double>(r.grad, at, grad);

@@ -1,4 +1,4 @@
-// Instances of the row optimizers: 4 parameter types x 2 widths, and Adam's bf16 moments beside float.
+// Instances of the row optimizers: 4 parameter types x 2 widths, fused or not, and Adam's bf16 moments beside float.
 #include "cuda/row_steps.cuh"
 
 #include "cuda/row_rowwise.cuh"

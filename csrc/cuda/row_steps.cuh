@@ -10,7 +10,7 @@
 //   aligned(problem, v)    whether V neighbours of the state can be read at a time
 #pragma once
 
-#include "cuda/row_access.cuh"
+#include "cuda/row_terms.cuh"
 
 namespace fastemb::cuda {
 
@@ -161,15 +161,17 @@ struct SgdStep : SharedRule<RowSgd, SgdRule<M>> {
 
 // ---- kernel ------------------------------------------------------------------------------------------------------
 
-// Columns [column, column + V) of table row `row`, whose gradient is row k.
-template <typename T, typename Step, int V, typename A, typename Rule>
+// Columns [column, column + V) of table row `row`, whose gradient, number k, is at `from`.
+template <typename T, typename Step, int V, typename A, typename Rule, typename From>
 FE_DEVICE void step_columns(const typename Step::Problem& a, const Rule& rule, const GradientRule<A>& gradient,
-                            int64_t k, int64_t row, int64_t column, uint64_t key) {
+                            int64_t k, From from, int64_t row, int64_t column, uint64_t key) {
   const int64_t at = row * a.rows.dim + column;
   A grad[V], value[V];
+  // A sum needs the registers that the state would wait in.
+  if constexpr (std::is_same_v<From, Terms>) load_gradient(a.rows, k, from, column, grad);
   auto state = Step::template load<V>(a, at);
   const Stored<T, V> stored = load_stored<T, V>(a.rows, row, column);
-  load_gradient(a.rows, k, column, grad);
+  if constexpr (std::is_same_v<From, OwnRow>) load_gradient(a.rows, k, from, column, grad);
 #pragma unroll
   for (int v = 0; v < V; ++v) {
     const A old = value_of(a.rows, stored, v);
@@ -180,7 +182,7 @@ FE_DEVICE void step_columns(const typename Step::Problem& a, const Rule& rule, c
 }
 
 // M: the type of Adam's moments, the accumulator of T for the others.
-template <typename T, typename M, template <typename, typename> class StepOf, int V>
+template <typename T, typename M, template <typename, typename> class StepOf, bool kFused, int V>
 __global__ void __launch_bounds__(kBlock, V == 8 || sizeof(T) == 8 ? 2 : 3)
     row_step_kernel(typename StepOf<T, M>::Problem a, int32_t lanes, int64_t tiles) {
   using Step = StepOf<T, M>;
@@ -196,8 +198,10 @@ __global__ void __launch_bounds__(kBlock, V == 8 || sizeof(T) == 8 ? 2 : 3)
   const int64_t num_rows = scalars.num_rows, step = scalars.step;
   const Place at = place(lanes);
   int64_t row = table_row(a.rows, at.item, num_rows);
+  auto from = gradient_place<kFused>(a.rows, at.item, num_rows);
   for (int64_t k = at.item; first_of_warp(k, lanes) < num_rows; k += at.step) {
     const int64_t next_row = table_row(a.rows, k + at.step, num_rows);  // under way while this row is worked on
+    const auto next_from = gradient_place<kFused>(a.rows, k + at.step, num_rows);
     if constexpr (std::is_same_v<typename Step::Problem, RowAdam>) {
       if (Step::has_row_rule(a)) rule = Step::row_rule(a, step, row, at.lane, lanes);
     }
@@ -205,12 +209,13 @@ __global__ void __launch_bounds__(kBlock, V == 8 || sizeof(T) == 8 ? 2 : 3)
     for (int64_t tile = blockIdx.y; row >= 0 && tile < tiles; tile += gridDim.y) {
       int64_t column = (tile * lanes + at.lane) * V;
       if (column + V <= a.rows.dim) {
-        step_columns<T, Step, V>(a, rule, gradient, k, row, column, key);
-      } else if constexpr (V > 1) {  // the end of a single row of any length
-        for (; column < a.rows.dim; ++column) step_columns<T, Step, 1>(a, rule, gradient, k, row, column, key);
+        step_columns<T, Step, V>(a, rule, gradient, k, from, row, column, key);
+      } else if constexpr (V > 1 && !kFused) {  // the end of a single row of any length
+        for (; column < a.rows.dim; ++column) step_columns<T, Step, 1>(a, rule, gradient, k, from, row, column, key);
       }
     }
     row = next_row;
+    from = next_from;
   }
 }
 
@@ -241,12 +246,15 @@ int launch_step(const typename StepOf<T, M>::Problem& a, Stream stream) {
   using Step = StepOf<T, M>;
   if (a.rows.num_rows == 0) return 0;
   constexpr int kWide = kVector<T>;
-  const bool vector = whole_words(a.rows, kWide) && aligned_step(a.rows, kWide) && Step::aligned(a, kWide);
-  return with_vector<T>(vector, [&](auto width) {
-    constexpr int V = decltype(width)::value;
-    const RowShape shape = step_shape(a.rows, V, Step::has_row_rule(a));
-    auto kernel = &row_step_kernel<T, M, StepOf, V>;
-    return FE_LAUNCH(kernel, shape.grid, kBlock, stream, a, shape.lanes, shape.tiles);
+  const bool vector = whole_words(a.rows, kWide) && aligned_step(a.rows, kWide) && aligned_terms(a.rows, kWide) &&
+                      Step::aligned(a, kWide);
+  return with_gradient(a.rows, stream, [&](auto fused) {
+    return with_vector<T>(vector, [&](auto width) {
+      constexpr int V = decltype(width)::value;
+      const RowShape shape = step_shape(a.rows, V, Step::has_row_rule(a));
+      auto kernel = &row_step_kernel<T, M, StepOf, decltype(fused)::value, V>;
+      return FE_LAUNCH(kernel, shape.grid, kBlock, stream, a, shape.lanes, shape.tiles);
+    });
   });
 }
 

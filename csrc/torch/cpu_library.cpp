@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "torch/cpu_buffers.h"
+#include "torch/grad_operators.h"
 #include "torch/operators.h"
 #include "torch/row_operators.h"
 
@@ -68,6 +69,7 @@ struct CpuBackend {
     raise_if_bad(report, problem.bags);
   }
   void bag_backward(const BagBackward& problem) const { cpu::bag_backward(&problem, 1, parallel); }
+  void bag_terms(const BagTerms& problem) const { cpu::bag_terms(&problem, 1, parallel); }
   void per_sample_backward(const PerSampleBackward& problem) const { cpu::per_sample_backward(&problem, 1, parallel); }
   void renorm(const Renorm& problem) const { cpu::renorm(&problem, 1, parallel); }
   void row_adam(const RowAdam& problem) const { cpu::row_adam(&problem, 1, parallel); }
@@ -75,6 +77,12 @@ struct CpuBackend {
   void row_adagrad(const RowAdagrad& problem) const { cpu::row_adagrad(&problem, 1, parallel); }
   void row_rowwise_adagrad(const RowRowwiseAdagrad& problem) const { cpu::row_rowwise_adagrad(&problem, 1, parallel); }
   void row_sgd(const RowSgd& problem) const { cpu::row_sgd(&problem, 1, parallel); }
+  void grad_check(const std::vector<GradCheck>& problems) const {
+    cpu::grad_check(problems.data(), static_cast<int64_t>(problems.size()), parallel);
+  }
+  void row_grad_check(const RowGradCheck& problem) const { cpu::row_grad_check(&problem, 1, parallel); }
+  void boundary_gradient(const BoundaryGradient& problem) const { cpu::boundary_gradient(&problem, 1, parallel); }
+  void scale_update(const ScaleUpdate& problem) const { cpu::scale_update(problem); }
   void group_indices(GroupIndices problem) {
     problem.scratch_bytes = cpu::group_indices_scratch_bytes(problem.bags, parallel);
     problem.scratch = scratch(problem.scratch_bytes);
@@ -108,5 +116,6 @@ struct CpuBackend {
 
 FE_REGISTER_OPERATORS(CPU, CpuBackend)
 FE_REGISTER_ROW_OPERATORS(CPU, CpuBackend)
+FE_REGISTER_GRAD_OPERATORS(CPU, CpuBackend)
 
 }  // namespace fastemb

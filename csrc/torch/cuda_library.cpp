@@ -12,6 +12,7 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include "torch/cuda_errors.h"
+#include "torch/grad_operators.h"
 #include "torch/operators.h"
 #include "torch/row_operators.h"
 
@@ -68,12 +69,20 @@ struct CudaBackend {
   void gather(const Gather& problem) { finish(cuda::gather(&problem, 1, stream)); }
   void bag_forward(const BagForward& problem) { finish(cuda::bag_forward(&problem, 1, stream)); }
   void bag_backward(const BagBackward& problem) { finish(cuda::bag_backward(&problem, 1, stream)); }
+  void bag_terms(const BagTerms& problem) { finish(cuda::bag_terms(&problem, 1, stream)); }
   void renorm(const Renorm& problem) { finish(cuda::renorm(&problem, 1, stream)); }
   void row_adam(const RowAdam& problem) { finish(cuda::row_adam(&problem, 1, stream)); }
   void row_adam_catch_up(const RowAdamCatchUp& problem) { finish(cuda::row_adam_catch_up(&problem, 1, stream)); }
   void row_adagrad(const RowAdagrad& problem) { finish(cuda::row_adagrad(&problem, 1, stream)); }
   void row_rowwise_adagrad(const RowRowwiseAdagrad& problem) { finish(cuda::row_rowwise_adagrad(&problem, 1, stream)); }
   void row_sgd(const RowSgd& problem) { finish(cuda::row_sgd(&problem, 1, stream)); }
+
+  void grad_check(const std::vector<GradCheck>& problems) {
+    finish(cuda::grad_check(problems.data(), static_cast<int64_t>(problems.size()), stream));
+  }
+  void row_grad_check(const RowGradCheck& problem) { finish(cuda::row_grad_check(&problem, 1, stream)); }
+  void boundary_gradient(const BoundaryGradient& problem) { finish(cuda::boundary_gradient(&problem, 1, stream)); }
+  void scale_update(const ScaleUpdate& problem) { finish(cuda::scale_update(problem, stream)); }
 
   void per_sample_backward(PerSampleBackward problem) {
     const int64_t acc_bytes = problem.weight_type == DType::f64 ? 8 : 4;
@@ -120,6 +129,7 @@ void check_errors(Tensor probe) {
 
 FE_REGISTER_OPERATORS(CUDA, CudaBackend)
 FE_REGISTER_ROW_OPERATORS(CUDA, CudaBackend)
+FE_REGISTER_GRAD_OPERATORS(CUDA, CudaBackend)
 
 STABLE_TORCH_LIBRARY_IMPL(fastemb, CUDA, m) { m.impl("check_errors", TORCH_BOX(&check_errors)); }
 

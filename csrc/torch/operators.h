@@ -144,6 +144,37 @@ struct Operators {
     return grad_rows;
   }
 
+  static std::tuple<Tensor, Tensor> bag_terms(Tensor indices, OptionalTensor offsets, OptionalTensor per_sample_weights,
+                                              Tensor order, int64_t num_embeddings, std::string mode,
+                                              int64_t padding_idx, bool include_last_offset, ScalarType acc_dtype) {
+    const std::string op = "bag_terms";
+    Backend backend(op, indices, "");
+    const BagTensors tensors(op, indices, offsets, num_embeddings, padding_idx, include_last_offset);
+    const int64_t n = tensors.bags.num_indices;
+    require(order.scalar_type() == ScalarType::Int && order.numel() == n && order.is_contiguous(), op,
+            "order must be what group_indices made of these indices");
+    require(acc_dtype == ScalarType::Float || acc_dtype == ScalarType::Double, op,
+            "acc_dtype must be float32 or float64");
+    const OptionalTensor samples = per_sample(op, per_sample_weights, indices);
+    BagTerms problem{};
+    problem.bags = tensors.bags;
+    problem.order = static_cast<const int32_t*>(order.const_data_ptr());
+    problem.mode = mode_of(op, mode);
+    require(problem.mode != Mode::max, op, "mode must be 'sum' or 'mean', got 'max'");
+    set_per_sample(op, samples, problem);
+    problem.acc_type = dtype_of(op, acc_dtype);
+    const bool all_ones = problem.mode == Mode::sum && !samples.has_value();
+    Tensor sources = backend.empty({n}, ScalarType::Int);
+    Tensor coefficients = backend.empty({all_ones ? 0 : n}, acc_dtype);
+    problem.sources = static_cast<int32_t*>(sources.mutable_data_ptr());
+    problem.coefficients = all_ones ? nullptr : coefficients.mutable_data_ptr();
+    const int64_t acc_bytes = acc_dtype == ScalarType::Double ? 8 : 4;
+    problem.bag_of = static_cast<int32_t*>(backend.scratch(n * 4));
+    problem.bag_count = backend.scratch(problem.mode == Mode::mean ? tensors.bags.num_bags * acc_bytes : 0);
+    backend.bag_terms(problem);
+    return {sources, coefficients};
+  }
+
   static Tensor embedding_bag_per_sample_weights_backward(Tensor grad_output, Tensor weight, Tensor indices,
                                                           OptionalTensor offsets, std::string mode, int64_t padding_idx,
                                                           bool include_last_offset) {
@@ -242,6 +273,7 @@ struct Operators {
     m.impl("embedding_bag", TORCH_BOX(&Ops::embedding_bag));                                                         \
     m.impl("group_indices", TORCH_BOX(&Ops::group_indices));                                                         \
     m.impl("embedding_bag_backward", TORCH_BOX(&Ops::embedding_bag_backward));                                       \
+    m.impl("bag_terms", TORCH_BOX(&Ops::bag_terms));                                                                 \
     m.impl("embedding_bag_per_sample_weights_backward", TORCH_BOX(&Ops::embedding_bag_per_sample_weights_backward)); \
     m.impl("embedding_renorm_", TORCH_BOX(&Ops::embedding_renorm_));                                                 \
   }

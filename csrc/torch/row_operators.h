@@ -3,7 +3,7 @@
 // row_rowwise_adagrad(problem) and row_sgd(problem).
 #pragma once
 
-#include "torch/tensors.h"
+#include "torch/row_terms.h"
 
 namespace fastemb {
 
@@ -94,6 +94,7 @@ struct RowTarget {
 // The arguments that all optimizer steps share, and RowStep made of them.
 struct RowArguments : RowTarget {
   Tensor grad;
+  OptionalTensor segments, sources, coefficients;
   OptionalTensor inv_scale, found_inf;
   double lr;
   OptionalTensor lr_tensor;
@@ -108,8 +109,17 @@ struct RowArguments : RowTarget {
     require((p.grad_type == DType::f64) == (p.param_type == DType::f64), op,
             "grad must be float64 when param is, and only then");
     p.grad = grad.const_data_ptr();
-    require(p.num_rows == grad.size(0), op, "rows must have one element for each row of grad");
-    require(rows.has_value() || p.num_rows <= p.num_embeddings, op, "grad must not have more rows than param");
+    if (segments.has_value()) require_here("segments", *segments);
+    if (sources.has_value()) require_here("sources", *sources);
+    if (coefficients.has_value()) require_here("coefficients", *coefficients);
+    set_terms(op, grad, segments, sources, coefficients, p);
+    if (segments.has_value()) {
+      require(rows.has_value(), op, "rows must be given with segments");
+      require(segments->numel() == p.num_rows + 1, op, "segments must be contiguous int32, one element more than rows");
+    } else {
+      require(p.num_rows == grad.size(0), op, "rows must have one element for each row of grad");
+      require(rows.has_value() || p.num_rows <= p.num_embeddings, op, "grad must not have more rows than param");
+    }
     p.inv_scale = inv_scale.has_value() ? scalar("inv_scale", *inv_scale) : nullptr;
     p.found_inf = found_inf.has_value() ? scalar("found_inf", *found_inf) : nullptr;
     p.lr = lr;
@@ -125,22 +135,31 @@ struct RowArguments : RowTarget {
   }
 };
 
+// _COMMON_TENSORS of fastemb/_row_ops.py as parameters, and RowArguments made of them.
+#define FE_STEP_PARAMETERS                                                                                     \
+  OptionalTensor rows, OptionalTensor used_rows, Tensor grad, OptionalTensor segments, OptionalTensor sources, \
+      OptionalTensor coefficients, Tensor step, OptionalTensor inv_scale, OptionalTensor found_inf, double lr, \
+      OptionalTensor lr_tensor, double weight_decay, bool maximize, int64_t seed
+#define FE_STEP_ARGUMENTS                                          \
+  {{op, param, master, rows, used_rows, step, weight_decay, seed}, \
+   grad,                                                           \
+   segments,                                                       \
+   sources,                                                        \
+   coefficients,                                                   \
+   inv_scale,                                                      \
+   found_inf,                                                      \
+   lr,                                                             \
+   lr_tensor,                                                      \
+   maximize}
+
 template <class Backend>
 struct RowOperators {
   static void row_adam_(Tensor param, OptionalTensor master, Tensor exp_avg, Tensor exp_avg_sq,
                         OptionalTensor max_exp_avg_sq, OptionalTensor row_step, OptionalTensor row_count,
-                        OptionalTensor rows, OptionalTensor used_rows, Tensor grad, Tensor step,
-                        OptionalTensor inv_scale, OptionalTensor found_inf, double lr, OptionalTensor lr_tensor,
-                        double weight_decay, bool maximize, int64_t seed, double beta1, double beta2, double eps,
-                        bool decoupled, bool corrected_denominator) {
+                        FE_STEP_PARAMETERS, double beta1, double beta2, double eps, bool decoupled,
+                        bool corrected_denominator) {
     const std::string op = "row_adam_";
-    const RowArguments arguments{{op, param, master, rows, used_rows, step, weight_decay, seed},
-                                 grad,
-                                 inv_scale,
-                                 found_inf,
-                                 lr,
-                                 lr_tensor,
-                                 maximize};
+    const RowArguments arguments FE_STEP_ARGUMENTS;
     RowAdam problem{};
     problem.rows = arguments.problem();
     set_moments(op, arguments, exp_avg, exp_avg_sq, max_exp_avg_sq, problem);
@@ -183,18 +202,10 @@ struct RowOperators {
     run(op, param, &Backend::row_adam_catch_up, problem);
   }
 
-  static void row_adagrad_(Tensor param, OptionalTensor master, Tensor sum, OptionalTensor rows,
-                           OptionalTensor used_rows, Tensor grad, Tensor step, OptionalTensor inv_scale,
-                           OptionalTensor found_inf, double lr, OptionalTensor lr_tensor, double weight_decay,
-                           bool maximize, int64_t seed, double lr_decay, double eps) {
+  static void row_adagrad_(Tensor param, OptionalTensor master, Tensor sum, FE_STEP_PARAMETERS, double lr_decay,
+                           double eps) {
     const std::string op = "row_adagrad_";
-    const RowArguments arguments{{op, param, master, rows, used_rows, step, weight_decay, seed},
-                                 grad,
-                                 inv_scale,
-                                 found_inf,
-                                 lr,
-                                 lr_tensor,
-                                 maximize};
+    const RowArguments arguments FE_STEP_ARGUMENTS;
     RowAdagrad problem{};
     problem.rows = arguments.problem();
     problem.sum = arguments.state("sum", sum, param.numel(), false);
@@ -203,18 +214,10 @@ struct RowOperators {
     run(op, param, &Backend::row_adagrad, problem);
   }
 
-  static void row_rowwise_adagrad_(Tensor param, OptionalTensor master, Tensor sum, OptionalTensor rows,
-                                   OptionalTensor used_rows, Tensor grad, Tensor step, OptionalTensor inv_scale,
-                                   OptionalTensor found_inf, double lr, OptionalTensor lr_tensor, double weight_decay,
-                                   bool maximize, int64_t seed, double lr_decay, double eps) {
+  static void row_rowwise_adagrad_(Tensor param, OptionalTensor master, Tensor sum, FE_STEP_PARAMETERS, double lr_decay,
+                                   double eps) {
     const std::string op = "row_rowwise_adagrad_";
-    const RowArguments arguments{{op, param, master, rows, used_rows, step, weight_decay, seed},
-                                 grad,
-                                 inv_scale,
-                                 found_inf,
-                                 lr,
-                                 lr_tensor,
-                                 maximize};
+    const RowArguments arguments FE_STEP_ARGUMENTS;
     RowRowwiseAdagrad problem{};
     problem.rows = arguments.problem();
     problem.sum = arguments.state("sum", sum, param.size(0), false);
@@ -223,18 +226,10 @@ struct RowOperators {
     run(op, param, &Backend::row_rowwise_adagrad, problem);
   }
 
-  static void row_sgd_(Tensor param, OptionalTensor master, OptionalTensor momentum_buffer, OptionalTensor rows,
-                       OptionalTensor used_rows, Tensor grad, Tensor step, OptionalTensor inv_scale,
-                       OptionalTensor found_inf, double lr, OptionalTensor lr_tensor, double weight_decay,
-                       bool maximize, int64_t seed, double momentum, double dampening, bool nesterov) {
+  static void row_sgd_(Tensor param, OptionalTensor master, OptionalTensor momentum_buffer, FE_STEP_PARAMETERS,
+                       double momentum, double dampening, bool nesterov) {
     const std::string op = "row_sgd_";
-    const RowArguments arguments{{op, param, master, rows, used_rows, step, weight_decay, seed},
-                                 grad,
-                                 inv_scale,
-                                 found_inf,
-                                 lr,
-                                 lr_tensor,
-                                 maximize};
+    const RowArguments arguments FE_STEP_ARGUMENTS;
     RowSgd problem{};
     problem.rows = arguments.problem();
     problem.momentum_buffer = arguments.state("momentum_buffer", momentum_buffer, param.numel(), false);
@@ -258,12 +253,17 @@ struct RowOperators {
   }
 
   template <typename Kernel, typename Problem>
-  static void run(const std::string& op, const Tensor& param, Kernel kernel, const Problem& problem) {
+  static void run(const std::string& op, const Tensor& param, Kernel kernel, Problem& problem) {
     const std::string no_table;
     Backend backend(op, param, no_table);
+    RowStep& rows = problem.rows;
+    if (rows.segments != nullptr) rows.partials = backend.scratch(partials_bytes(rows, rows.param_type == DType::f64));
     (backend.*kernel)(problem);
   }
 };
+
+#undef FE_STEP_PARAMETERS
+#undef FE_STEP_ARGUMENTS
 
 // Registers the row optimizers of one library: FE_REGISTER_ROW_OPERATORS(CPU, CpuBackend).
 #define FE_REGISTER_ROW_OPERATORS(KEY, BACKEND)                            \

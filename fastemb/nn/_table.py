@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from fastemb._memory import advise_huge_pages
 from fastemb._reference import accumulation_dtype
+from fastemb._row_queue import drop, refuse_waiting
 from fastemb._sleeping import wake_all
-from fastemb.functional import TABLE_DTYPES
+from fastemb.functional import TABLE_DTYPES, check_sparse
 
 
 def check_table_dtype(op: str, dtype: torch.dtype) -> None:
@@ -46,12 +47,13 @@ class Table(nn.Module):
     Attributes:
         output_dtype: dtype of the result, that of ``weight`` when None.
         table: the table's name in error messages.
+        sparse: whether its gradient is; "fused": there is none, see `fastemb.functional.embedding`.
     """
 
     # Class attributes, so that a module which `fastemb.convert` made from torch's has them too.
     output_dtype: torch.dtype | None = None
     table: str = ""
-    sparse: bool
+    sparse: Any  # Sparse; torch's classes say bool
 
     def _finish_init(self, output_dtype: torch.dtype | None, table: str) -> None:
         op = type(self).__name__
@@ -61,8 +63,7 @@ class Table(nn.Module):
                 f"{op}: output_dtype must be float16, bfloat16, float32 or float64, "
                 f"got {output_dtype}"
             )
-        if not isinstance(self.sparse, int):  # torch takes 0 and 1, too
-            raise TypeError(f"{op}: sparse must be a bool, got {self.sparse!r}")
+        check_sparse(op, self.sparse)
         self.output_dtype = output_dtype
         self.table = table
         keep_full_gradients(self._parameter())
@@ -80,9 +81,20 @@ class Table(nn.Module):
 
     def extra_repr(self) -> str:
         text = super().extra_repr()
+        if self.sparse == "fused":
+            # torch's Embedding takes whatever is not False for True; its EmbeddingBag is silent.
+            text = text.replace(", sparse=True", "") + ", sparse='fused'"
         if self.output_dtype is not None:
             text += f", output_dtype={self.output_dtype}"
         return text
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's, and with ``sparse="fused"`` forget the gradients that wait for a step.
+
+        `zero_grad` of a module that contains this one does not come by here.
+        """
+        super().zero_grad(set_to_none)
+        drop(self._parameters.get("weight"))
 
     # ---- wherever torch loses grad_dtype ----
 
@@ -91,8 +103,12 @@ class Table(nn.Module):
 
         A dtype conversion is for the table; its gradient is converted to what goes with the new
         table, straight from what it was, and never through the low precision.
+
+        Raises:
+            RuntimeError: gradients of ``sparse="fused"`` wait for a step.
         """
         weight = self._parameters.get("weight")
+        refuse_waiting(type(self).__name__, weight, "cannot be moved or converted with the table")
         wake_all(weight)
         grad = None if weight is None else weight.grad
         if weight is None or grad is None:

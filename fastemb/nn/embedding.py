@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from fastemb import functional as F
-from fastemb._sleeping import TABLES, wake_batch, wake_batch_outside_graph
 from fastemb.nn._table import Table, check_table_dtype, keep_full_gradients
 
 
@@ -19,16 +18,12 @@ def _embedding(
     max_norm: float | None,
     norm_type: float,
     scale_grad_by_freq: bool,
-    sparse: bool,
+    sparse: F.Sparse,
     output_dtype: torch.dtype | None,
     table: str,
 ) -> Tensor:
     if not torch.compiler.is_compiling():
         keep_full_gradients(weight)
-        if id(weight) in TABLES:
-            wake_batch(weight, input, None)  # a lookup reads its padding row, too
-    elif isinstance(weight, nn.Parameter) and id(weight) in TABLES:
-        wake_batch_outside_graph(weight, input, None)
     return F.embedding(
         input,
         weight,
@@ -50,6 +45,8 @@ class Embedding(Table, nn.Embedding):
     - gradients of fp16 and bf16 tables are summed and kept in FP32 (``weight.grad`` is float32);
     - ``output_dtype``: an fp16 table can feed a model that computes in float32;
     - a gradient with ``sparse=True`` is coalesced: each row once, in ascending order;
+    - ``sparse="fused"`` has no gradient tensor: an optimizer of `fastemb.optim` sums the rows and
+      applies them in one kernel; see `fastemb.functional.embedding`;
     - an id out of range is an `IndexError` that says which id, where, in which table.
 
     Args:
@@ -75,7 +72,7 @@ class Embedding(Table, nn.Embedding):
         max_norm: float | None = None,
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
-        sparse: bool = False,
+        sparse: F.Sparse = False,
         _weight: Tensor | None = None,
         _freeze: bool = False,
         device: torch.device | str | int | None = None,
@@ -95,7 +92,7 @@ class Embedding(Table, nn.Embedding):
             max_norm,
             norm_type,
             scale_grad_by_freq,
-            sparse,
+            sparse,  # type: ignore[arg-type]
             _weight,
             _freeze,
             device,
@@ -126,7 +123,7 @@ class Embedding(Table, nn.Embedding):
         max_norm: float | None = None,
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
-        sparse: bool = False,
+        sparse: F.Sparse = False,
         *,
         output_dtype: torch.dtype | None = None,
         table: str = "",

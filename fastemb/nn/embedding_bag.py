@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from fastemb import functional as F
-from fastemb._sleeping import TABLES, wake_batch, wake_batch_outside_graph
 from fastemb.nn._table import Table, check_table_dtype, keep_full_gradients
 
 
@@ -20,7 +19,7 @@ def _embedding_bag(
     norm_type: float,
     scale_grad_by_freq: bool,
     mode: str,
-    sparse: bool,
+    sparse: F.Sparse,
     per_sample_weights: Tensor | None,
     include_last_offset: bool,
     padding_idx: int | None,
@@ -29,10 +28,6 @@ def _embedding_bag(
 ) -> Tensor:
     if not torch.compiler.is_compiling():
         keep_full_gradients(weight)
-        if id(weight) in TABLES:
-            wake_batch(weight, input, padding_idx)
-    elif isinstance(weight, nn.Parameter) and id(weight) in TABLES:
-        wake_batch_outside_graph(weight, input, padding_idx)
     return F.embedding_bag(
         input,
         weight,
@@ -61,6 +56,8 @@ class EmbeddingBag(Table, nn.EmbeddingBag):
     - ``per_sample_weights`` also for ``mode="mean"``, in any float dtype;
     - int32 and int64 ``input`` and ``offsets`` in any mixture;
     - ``sparse=True`` in every mode, and its gradient is coalesced;
+    - ``sparse="fused"`` has no gradient tensor: an optimizer of `fastemb.optim` sums the rows and
+      applies them in one kernel; see `fastemb.functional.embedding`;
     - ids and offsets are checked: an error says which, where, in which table.
 
     Args:
@@ -87,7 +84,7 @@ class EmbeddingBag(Table, nn.EmbeddingBag):
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
         mode: str = "mean",
-        sparse: bool = False,
+        sparse: F.Sparse = False,
         _weight: Tensor | None = None,
         include_last_offset: bool = False,
         padding_idx: int | None = None,
@@ -109,7 +106,7 @@ class EmbeddingBag(Table, nn.EmbeddingBag):
             norm_type,
             scale_grad_by_freq,
             mode,
-            sparse,
+            sparse,  # type: ignore[arg-type]
             _weight,
             include_last_offset,
             padding_idx,
@@ -150,7 +147,7 @@ class EmbeddingBag(Table, nn.EmbeddingBag):
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
         mode: str = "mean",
-        sparse: bool = False,
+        sparse: F.Sparse = False,
         include_last_offset: bool = False,
         padding_idx: int | None = None,
         *,

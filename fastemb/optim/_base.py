@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from fastemb import _row_queue
 from fastemb._reference import accumulation_dtype
+from fastemb._row_queue import QueuedRows, RowQueue
 from fastemb._sleeping import TABLES
 from fastemb.optim._dense import DenseUpdate, flat, is_dense, laid_out_like
 from fastemb.optim._exact import as_table, release
@@ -33,13 +35,25 @@ from fastemb.optim._states import (
 
 
 class Update(NamedTuple):
-    """One parameter in one step. ``grad`` may be sparse; ``position`` counts over all groups."""
+    """One parameter in one step.
+
+    Attributes:
+        position: counted over all groups.
+        grad: the gradient, dense or sparse; with ``queued`` no more than what it is made of.
+        queued: what lookups with ``sparse="fused"`` have in place of a gradient.
+    """
 
     position: int
     param: Tensor
     grad: Tensor
     state: State
     scaling: Scaling
+    queued: QueuedRows | None = None
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the gradient is one of rows."""
+        return self.queued is not None or self.grad.layout != torch.strided
 
 
 class RowCall(NamedTuple):
@@ -64,7 +78,7 @@ class RowCall(NamedTuple):
     @property
     def skip(self) -> Tensor | None:
         """``found_inf``."""
-        return self.common[5]
+        return self.common[8]
 
 
 class RowOptimizer(StatefulOptimizer):
@@ -81,6 +95,9 @@ class RowOptimizer(StatefulOptimizer):
 
     _param_scaling: Mapping[Tensor, tuple[Tensor | None, Tensor | None]] | None = None
     _clip_coefficient: Tensor | None = None
+
+    # Other optimizers are kept from parameters with gradients of ``sparse="fused"``.
+    _takes_queued_rows = True
 
     # torch's kernel for dense FP32 and FP64 parameters, None: they take the row operator, too.
     _fused_operator: str | None = None
@@ -125,13 +142,15 @@ class RowOptimizer(StatefulOptimizer):
             ValueError: a sparse gradient that is not one of rows, or a table with a sparse
                 gradient whose rows are not contiguous.
             RuntimeError: ``differentiable=True`` and a gradient that torch's optimizers do not
-                take.
+                take; a table with ``sparse="fused"`` that also has a ``.grad``, under a
+                `torch.amp.GradScaler`, or whose incoming gradients were changed since the backward.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with torch.set_grad_enabled(self.defaults.get("differentiable", False)):
+            self._check_queues()
             scaling = StepScaling(
                 getattr(self, "grad_scale", None),
                 getattr(self, "found_inf", None),
@@ -144,27 +163,55 @@ class RowOptimizer(StatefulOptimizer):
                 self._step_group(group, params, scaling)
         return loss
 
+    def _check_queues(self) -> None:
+        """Refuse queued gradients that cannot be applied, before anything is."""
+        op = type(self).__name__
+        for group in self.param_groups:
+            for param in group["params"]:
+                queue = _row_queue.waiting(param)
+                if queue is None:
+                    continue
+                _row_queue.check_alone(op, param, queue)
+                queue.check_unchanged()
+                scaled = any(
+                    getattr(self, name, None) is not None for name in ("grad_scale", "found_inf")
+                )
+                if scaled and param not in (self._param_scaling or {}):
+                    raise RuntimeError(
+                        f"{op}: torch.amp.GradScaler sees no gradient of {queue.table}, which has "
+                        "sparse='fused', and cannot tell whether it overflowed; use sparse=True, "
+                        "or no scaler"
+                    )
+
     def _step_group(
         self, group: Options, params: Sequence[tuple[int, Tensor]], scaling: StepScaling
     ) -> None:
         fused: dict[Hashable, list[Update]] = defaultdict(list)
         functional: list[Update] = []
         rows: list[Update] = []
+        consumed: list[tuple[RowQueue, QueuedRows]] = []
         for position, param in params:
-            if param.grad is None:
+            queue, queued = _row_queue.waiting(param), None
+            if queue is not None:
+                queued = queue.merged()
+                consumed.append((queue, queued))
+            grad = param.grad if queued is None else queued.grad
+            if grad is None:
                 continue
             state = self.state.get(param, {})
             if id(param) in TABLES:
                 release(self, param, state)
-            update = Update(position, param, param.grad, state, scaling.of(param))
-            if update.grad.layout != torch.strided:
-                check_sparse(type(self).__name__, update.grad)
+            update = Update(position, param, grad, state, scaling.of(param), queued)
+            if update.sparse:
+                if queued is None:
+                    check_sparse(type(self).__name__, grad)
                 if group.get("decay") == "all":
                     update = update._replace(
-                        grad=dense_gradient(update.grad, update.scaling.multiplier),
+                        grad=dense_gradient(queued or grad, update.scaling.multiplier),
                         scaling=Scaling(skip=update.scaling.skip),
+                        queued=None,
                     )
-            sparse = update.grad.layout != torch.strided
+            sparse = update.sparse
             if sparse or not self._goes_through_torch(group, update):
                 self._check_row_update(group, update)
                 self._prepare(param, group, state, sparse=sparse)
@@ -201,6 +248,8 @@ class RowOptimizer(StatefulOptimizer):
             self._functional_step(group, list(_taken(functional)))
         for update in rows:
             self._step_rows(group, update)
+        for queue, part in consumed:  # also by a step that was skipped: a new backward follows
+            queue.consume(part)
 
     def _goes_through_torch(self, group: Options, update: Update) -> bool:
         """Whether torch's own optimizer updates this dense gradient."""
@@ -216,11 +265,11 @@ class RowOptimizer(StatefulOptimizer):
         if group.get("differentiable"):
             raise RuntimeError(
                 f"{type(self).__name__}: differentiable=True takes dense gradients of float32 and "
-                f"float64 parameters only, got a {update.grad.layout} gradient of a "
-                f"{update.param.dtype} parameter"
+                f"float64 parameters only, got a {'sparse' if update.sparse else 'dense'} gradient "
+                f"of a {update.param.dtype} parameter"
             )
         param = update.param
-        if update.grad.layout != torch.strided and param.dim() == 2 and not _has_rows(param):
+        if update.sparse and param.dim() == 2 and not _has_rows(param):
             raise self._error(
                 "a table with a sparse gradient must have contiguous rows, param.stride(1) == 1",
                 f"strides {param.stride()} for shape {tuple(param.shape)}",
@@ -228,16 +277,20 @@ class RowOptimizer(StatefulOptimizer):
 
     def _step_rows(self, group: Options, update: Update) -> None:
         """Update a parameter by the row operator: the rows it has, or, dense, as one long row."""
-        position, param, grad, state, scaling = update
-        sparse = grad.layout != torch.strided
-        if param.numel() == 0 or (sparse and grad._nnz() == 0):
+        position, param, grad, state, scaling, queued = update
+        sparse = update.sparse
+        if param.numel() == 0:
             return
         work = param.detach()
         view = as_table
-        rows = used_rows = None
+        rows = used_rows = segments = sources = coefficients = None
         multiplier = scaling.multiplier
         if sparse:
-            rows, used_rows, values, unscaled = row_gradient(grad, multiplier)
+            rows, used_rows, values, unscaled, segments, sources, coefficients = row_gradient(
+                queued or grad, multiplier
+            )
+            if rows.numel() == 0:
+                return
             multiplier = None if unscaled else multiplier
         else:
             if not self._keeps_rows(state):
@@ -253,6 +306,9 @@ class RowOptimizer(StatefulOptimizer):
             rows,
             used_rows,
             values,
+            segments,
+            sources,
+            coefficients,
             state["step"],
             multiplier,
             scaling.skip,

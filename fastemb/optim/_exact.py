@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._C import _functorch
 
 from fastemb import _lazy_ops  # noqa: F401  (defines the operator)
+from fastemb._row_queue import on_host
 from fastemb._sleeping import TABLES
-from fastemb.optim._gradients import on_host
 from fastemb.optim._history import AdamHistory
 from fastemb.optim._states import LOW_PRECISION, State
 

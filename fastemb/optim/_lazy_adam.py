@@ -112,9 +112,9 @@ class LazyAdam(AdamRows):
         """Catch up all rows that sleep under ``lazy="exact"``; without any this does nothing.
 
         Afterwards every weight and every state is what dense Adam would have, up to rounding. Call
-        it before anything but a module of `fastemb.nn` reads or writes such a table: a lookup by
-        `torch.nn.functional` or `fastemb.functional`, an average or a norm of the weights, an
-        export, or assigning weights. What has to read the table whole does so by itself:
+        it before anything but `fastemb.nn` and `fastemb.functional` reads or writes such a table:
+        a lookup by torch, an average or a norm of the weights, an export, or assigning weights.
+        What has to read the table whole does so by itself:
         `state_dict` and pickle of the optimizer, and of modules of `fastemb.nn` also loading,
         ``to()`` and deepcopy, `fastemb.convert` and `fastemb.revert`.
 

@@ -73,7 +73,10 @@ class StepScaling:
         self, device: torch.device, own: tuple[Tensor | None, Tensor | None] | None
     ) -> Scaling:
         def here(value: Tensor | None) -> Tensor | None:
-            return None if value is None else value.to(device, non_blocking=True).reshape(())
+            if value is None:
+                return None
+            # A copy to the host that nothing waits for would be read before it is there.
+            return value.to(device, non_blocking=device.type != "cpu").reshape(())
 
         divisor = None
         if own is not None:

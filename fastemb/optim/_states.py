@@ -12,6 +12,7 @@ from torch._compile import _disable_dynamo
 
 from fastemb._memory import advise_huge_pages
 from fastemb._reference import accumulation_dtype
+from fastemb._row_queue import drop
 from fastemb.optim._options import Options, check_options, option_error, require_number
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -75,6 +76,14 @@ class StatefulOptimizer(torch.optim.Optimizer):
         except BaseException:
             self.param_groups.pop()
             raise
+
+    @_disable_dynamo
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; also forgets what lookups with ``sparse="fused"`` have queued."""
+        super().zero_grad(set_to_none)
+        for group in self.param_groups:
+            for param in group["params"]:
+                drop(param)
 
     def _check_options(self, options: Options) -> None:
         """Raise for options, of the constructor or of a group, outside their values."""

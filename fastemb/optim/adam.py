@@ -74,11 +74,11 @@ class Adam(LazyAdam):
 
     **lazy="exact".** The result is that of dense Adam or AdamW, to the last digits: momentum goes
     on moving a row whose gradient is zero, its moments fade, and weight decay shrinks it. Such rows
-    sleep; before one is read by a module of `fastemb.nn`, in training or not, or updated, all steps
-    that it has slept are made up for, with the learning rates of those steps. A table is caught up
-    whole once in some 1,000 steps, and when betas, eps, an L2 penalty or amsgrad change. Others
-    that read or write such a table have to call `flush` first. A graph outside `fastemb.nn` that
-    has saved the table for its backward is refused by autograd when a later lookup wakes rows.
+    sleep; before one is read by `fastemb.nn` or `fastemb.functional`, in training or not, or
+    updated, all steps that it has slept are made up for, with the learning rates of those steps. A
+    table is caught up whole once in some 1,000 steps, and when betas, eps, an L2 penalty or amsgrad
+    change. Others that read or write such a table have to call `flush` first. A graph of others
+    that has saved the table for its backward is refused by autograd when a later lookup wakes rows.
     Not within CUDA graphs; `torch.compile` looks up such a table outside its graph.
 
     Raises:

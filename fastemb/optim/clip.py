@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from fastemb._row_queue import QueuedRows, RowQueue, check_alone, on_host, summed, waiting
 from fastemb.optim._dense import flat, is_dense
-from fastemb.optim._gradients import check_sparse, on_host, row_gradient
+from fastemb.optim._gradients import check_sparse, row_gradient
 
 __all__ = ["clip_grad_norm_"]
 
@@ -47,7 +49,8 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: ``norm_type`` is not > 0; a sparse gradient that is not one of rows.
-        RuntimeError: the norm is not finite and ``error_if_nonfinite``.
+        RuntimeError: the norm is not finite and ``error_if_nonfinite``; a table has queued
+            gradients and a ``.grad`` as well.
 
     With :math:`n` the norm, gradients are multiplied by :math:`\\min(1, \\mathrm{max\\_norm} /
     (n + 10^{-6}))`, as torch does.
@@ -57,17 +60,15 @@ def clip_grad_norm_(
         raise ValueError(f"{_OP}: norm_type must be > 0, got {norm_type!r}")
     if isinstance(parameters, Tensor):
         parameters = [parameters]
-    params = [p for p in parameters if p.grad is not None]
-    if not params:
+    found = _with_gradients(parameters)
+    if not found:
         return torch.tensor(0.0)
-    for param in params:
-        if _grad(param).layout != torch.strided:
-            check_sparse(_OP, _grad(param))
 
-    device = _grad(params[0]).device
-    summed = [_summed(_grad(p)) for p in params]
+    parts = [None if queue is None else summed(queue.merged()) for _, queue in found]
+    values = [_summed(part or _grad(param)) for (param, _), part in zip(found, parts, strict=True)]
+    device = values[0].device
     # The largest of no values is an error in torch; here empty gradients just do not count.
-    norms = _norms([values for values in summed if values.numel() > 0], norm_type, foreach)
+    norms = _norms([v for v in values if v.numel() > 0], norm_type, foreach)
     norms = [torch.zeros((), dtype=torch.float64, device=device), *(n.to(device) for n in norms)]
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
@@ -77,9 +78,29 @@ def clip_grad_norm_(
             "non-finite norm anyway, set `error_if_nonfinite=False`"
         )
     coefficient = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
-    _scale(params, coefficient, foreach)
-    double = any(_grad(p).dtype == torch.float64 for p in params)
+    params = [param for param, queue in found if queue is None]
+    _scale(params, [part.grad for part in parts if part is not None], coefficient, foreach)
+    for (_, queue), part in zip(found, parts, strict=True):
+        if queue is not None and part is not None:
+            queue.put(replace(part, version=part.grad._version))
+    double = any(v.dtype == torch.float64 for v in values)
     return total if double else total.float()
+
+
+def _with_gradients(parameters: Iterable[Tensor]) -> list[tuple[Tensor, RowQueue | None]]:
+    """Parameters that have a gradient, with the queue of those whose gradient waits; checked."""
+    found = []
+    for param in parameters:
+        queue = waiting(param)
+        if queue is not None:
+            check_alone(_OP, param, queue)
+            queue.check_unchanged()
+        elif param.grad is None:
+            continue
+        elif param.grad.layout != torch.strided:
+            check_sparse(_OP, param.grad)
+        found.append((param, queue))
+    return found
 
 
 def _grad(param: Tensor) -> Tensor:
@@ -87,14 +108,14 @@ def _grad(param: Tensor) -> Tensor:
     return param.grad
 
 
-def _summed(grad: Tensor) -> Tensor:
-    """A dense gradient, or the values of a sparse one after repeated rows were added up."""
-    if grad.layout == torch.strided:
+def _summed(grad: Tensor | QueuedRows) -> Tensor:
+    """A dense gradient, or the values of one of rows after repeated ones were added up."""
+    if isinstance(grad, Tensor) and grad.layout == torch.strided:
         return grad
     rows = row_gradient(grad)
     if rows.used_rows is None:
         return rows.values
-    used = torch.arange(rows.values.shape[0], device=grad.device) < rows.used_rows
+    used = torch.arange(rows.values.shape[0], device=rows.values.device) < rows.used_rows
     return torch.where(used.unsqueeze(1), rows.values, 0.0)
 
 
@@ -119,7 +140,9 @@ def _norm_in_pieces(tensor: Tensor, norm_type: float) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
-def _scale(params: list[Tensor], coefficient: Tensor, foreach: bool | None) -> None:
+def _scale(
+    params: list[Tensor], queued: list[Tensor], coefficient: Tensor, foreach: bool | None
+) -> None:
     """Multiply every gradient once, also where several share memory."""
     targets: dict[tuple[object, ...], Tensor] = {}
     for param in params:
@@ -131,7 +154,7 @@ def _scale(params: list[Tensor], coefficient: Tensor, foreach: bool | None) -> N
             param.grad = _with_values(grad, target) if sparse else target
         targets.setdefault((target.data_ptr(), target.shape, target.stride()), target)
 
-    for members in _by_kind(targets.values()).values():
+    for members in _by_kind([*targets.values(), *queued]).values():
         first = members[0]
         if first.dtype in _LOW_PRECISION:
             # The coefficient would be rounded to their dtype, or to 0.

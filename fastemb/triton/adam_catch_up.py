@@ -27,10 +27,10 @@ from fastemb.triton.rows import (
     load_values,
     programs,
     rows_at,
-    rows_to_update,
     store_moment,
     store_values,
 )
+from fastemb.triton.segments import rows_to_update
 
 # `AdamHistory` of csrc/ops.h: numbers of a step, and their places after the series.
 _NUMBERS = tl.constexpr(8)

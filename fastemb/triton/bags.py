@@ -145,6 +145,16 @@ def bag_range(offsets, bag, num_indices, num_offsets, num_bags, bag_length):
 
 
 @triton.jit
+def bag_at(bag_of, position, there, bag_length):
+    """The bags of the positions, int64, -1 for none. Positions fit 31 bits."""
+    if bag_of is None:
+        bag = tl.where(there, position // bag_length, -1)
+    else:
+        bag = tl.load(bag_of + position, mask=there, other=-1)
+    return bag.to(tl.int64)
+
+
+@triton.jit
 def load_rows(indices, position, there, num_embeddings):
     """Row numbers at the positions, and where they are there and in the table."""
     row = tl.load(indices + position, mask=there, other=0).to(tl.int64)

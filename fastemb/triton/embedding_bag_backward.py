@@ -1,20 +1,4 @@
-"""Gradients of the bag: of the table's rows and of the per-sample weights.
-
-Row gradients are sums over the positions that name the row, which group_indices has put next to
-each other (a segment). Nothing is added atomically and the host learns no count, so a result does
-not depend on the schedule:
-
-- segments of at most CHUNK positions: one program for each (and a block of columns) adds them up;
-- longer segments: one program for each chunk of CHUNK positions writes a partial sum, then one for
-  each segment adds its partial sums in order.
-
-Where partial sums lie. Cut the sorted positions into windows of CHUNK. A segment's chunks begin
-CHUNK apart, so it begins at most one in each window, and a window sees at most two chunks of long
-segments begin: one that opens its segment, and before it one that continues a segment from the
-window before. Slot ``2 * window + (1 if it opens its segment else 0)`` is therefore the chunk's
-own, and the chunk is found from its slot: an opening one belongs to the segment that also holds the
-next window's first position, a continuing one to that which holds this window's first position.
-"""
+"""Gradients of the bag: of the table's rows and of the per-sample weights."""
 
 from __future__ import annotations
 
@@ -26,11 +10,10 @@ from torch import Tensor
 from fastemb import _reference
 from fastemb._reference import accumulation_dtype
 from fastemb.triton.bags import (
-    CHUNK,
-    CHUNK_TERMS,
     TRITON_DTYPES,
     VARIABLES,
     Bags,
+    bag_at,
     column_blocks,
     divide,
     load_rows,
@@ -49,240 +32,50 @@ from fastemb.triton.errors import (
     status_of,
     wrong_positions,
 )
+from fastemb.triton.segments import SUM_ELEMENTS, rows_to_update, sum_partials, sum_segments
+from fastemb.triton.terms import samples_of, terms_of
 
 # Sorts with torch, has static shapes and no host sync.
 group_indices = _reference.group_indices
 
 
-@triton.jit
-def bag_at(bag_of, position, there, bag_length):
-    """The bags of the positions, int64, -1 for none. Positions fit 31 bits."""
-    if bag_of is None:
-        bag = tl.where(there, position // bag_length, -1)
-    else:
-        bag = tl.load(bag_of + position, mask=there, other=-1)
-    return bag.to(tl.int64)
-
-
-@triton.jit
-def sum_positions(
-    grad_output,
+@triton.jit(do_not_specialize=VARIABLES)
+def row_gradients_kernel(
+    grad_rows,
+    grad,
+    sources,
+    coefficients,
     argmax,
-    offsets,
-    samples,
-    bag_of,
-    counts,
-    order,
-    begin,
-    end,
-    column,
-    bag_length,
+    within,
+    partials,
+    rows,
+    segments,
+    num_rows,
+    capacity,
+    BY_FREQUENCY: tl.constexpr,
+    DENSE: tl.constexpr,
     DIM: tl.constexpr,
     ACC: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Sum over the sorted positions [begin, end) of what each gives to its row's gradient.
-
-    argmax is set for max only, counts for mean only.
-    """
-    inside = column < DIM
-    part = tl.zeros((ROWS, COLUMNS), ACC)
-    start = begin
-    while start < end:
-        place = start + tl.arange(0, ROWS)
-        there = place < end
-        position = tl.load(order + place, mask=there, other=0)
-        bag = bag_at(bag_of, position, there, bag_length)
-        used = bag >= 0
-        at = bag[:, None] * DIM + column[None, :]
-        mask = used[:, None] & inside[None, :]
-        if argmax is not None:
-            if offsets is None:
-                first = bag * bag_length
-            else:
-                first = tl.load(offsets + bag, mask=used, other=0).to(tl.int64)
-            within = position.to(tl.int64) - first
-            winner = tl.load(argmax + at, mask=mask, other=-1)
-            mask = mask & (winner == within[:, None])
-        term = widen(tl.load(grad_output + at, mask=mask, other=0), ACC)
-        if samples is not None:
-            scale = widen(tl.load(samples + position, mask=used, other=0), ACC)
-        if counts is not None:
-            count = tl.load(counts + bag, mask=used, other=1)
-            if samples is not None:
-                scale = divide(scale, count)
-            else:
-                scale = divide(tl.full((ROWS,), 1, ACC), count)
-        if (samples is not None) or (counts is not None):
-            term = scale[:, None] * term
-        part += term
-        start += ROWS
-    return tl.sum(part, axis=0)
-
-
-@triton.jit
-def store_row_gradient(
-    grad_rows, rows, segment, length, total, column, BY_FREQUENCY, DENSE, DIM: tl.constexpr
-):
+    """Gradients of the distinct rows, of which there are no more than capacity."""
+    place = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there = place < rows_to_update(capacity, num_rows, None)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = sum_segments(
+        grad, sources, coefficients, argmax, within, partials, segments, place, there, column, DIM,
+        ACC, ROWS, COLUMNS,
+    )  # fmt: skip
     if BY_FREQUENCY:
-        total = divide(total, length.to(total.dtype))
+        begin = tl.load(segments + place, mask=there, other=0)
+        end = tl.load(segments + place + 1, mask=there, other=1)
+        total = divide(total, (end - begin).to(ACC)[:, None])
+    row = place
     if DENSE:
-        row = tl.load(rows + segment)
-    else:
-        row = segment.to(tl.int64)
-    tl.store(grad_rows + row * DIM + column, total, mask=column < DIM)
-
-
-@triton.jit(do_not_specialize=VARIABLES)
-def short_segments_kernel(
-    grad_rows,
-    grad_output,
-    argmax,
-    offsets,
-    samples,
-    bag_of,
-    counts,
-    order,
-    rows,
-    segments,
-    num_rows,
-    bag_length,
-    BY_FREQUENCY: tl.constexpr,
-    DENSE: tl.constexpr,
-    DIM: tl.constexpr,
-    ACC: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Row gradients of segments of at most CHUNK positions."""
-    segment = tl.program_id(0)
-    if segment < tl.load(num_rows):
-        begin = tl.load(segments + segment)
-        end = tl.load(segments + segment + 1)
-        if end - begin <= CHUNK:
-            column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-            total = sum_positions(
-                grad_output,
-                argmax,
-                offsets,
-                samples,
-                bag_of,
-                counts,
-                order,
-                begin,
-                end,
-                column,
-                bag_length,
-                DIM,
-                ACC,
-                ROWS,
-                COLUMNS,
-            )
-            store_row_gradient(
-                grad_rows, rows, segment, end - begin, total, column, BY_FREQUENCY, DENSE, DIM
-            )
-
-
-@triton.jit
-def chunk_of_slot(segments, num_rows, slot):
-    """The chunk whose partial sum lies in the slot: (segment, its first position, its end, begin).
-
-    begin is the chunk's first sorted position, -1 where the slot has no chunk.
-    """
-    window = slot // 2 * CHUNK
-    opens = slot % 2 == 1
-    held = tl.where(opens, window + CHUNK, window)
-    # The last segment that begins at or before `held`. segments[0] is 0, so there is one.
-    count = tl.load(num_rows)
-    low = tl.zeros_like(count)
-    high = count
-    while high - low > 1:
-        middle = low + (high - low) // 2
-        before = tl.load(segments + middle) <= held
-        low = tl.where(before, middle, low)
-        high = tl.where(before, high, middle)
-    first = tl.load(segments + low).to(tl.int64)
-    end = tl.load(segments + low + 1).to(tl.int64)
-    continued = first + (window - first + CHUNK - 1) // CHUNK * CHUNK
-    begin = tl.where(opens, first, continued)
-    opens_here = (first >= window) & (first < window + CHUNK)
-    right = tl.where(opens, opens_here, (first < window) & (continued < end))
-    exists = (held < tl.load(segments + count)) & (end - first > CHUNK) & right
-    return low, first, end, tl.where(exists, begin, -1)
-
-
-@triton.jit(do_not_specialize=VARIABLES)
-def long_chunks_kernel(
-    partials,
-    grad_output,
-    argmax,
-    offsets,
-    samples,
-    bag_of,
-    counts,
-    order,
-    segments,
-    num_rows,
-    bag_length,
-    DIM: tl.constexpr,
-    ACC: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Partial sums of the long segments' chunks."""
-    slot = tl.program_id(0).to(tl.int64)
-    _segment, _first, end, begin = chunk_of_slot(segments, num_rows, slot)
-    if begin >= 0:
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        total = sum_positions(
-            grad_output,
-            argmax,
-            offsets,
-            samples,
-            bag_of,
-            counts,
-            order,
-            begin,
-            tl.minimum(begin + CHUNK, end),
-            column,
-            bag_length,
-            DIM,
-            ACC,
-            ROWS,
-            COLUMNS,
-        )
-        tl.store(partials + slot * DIM + column, total, mask=column < DIM)
-
-
-@triton.jit(do_not_specialize=VARIABLES)
-def long_segments_kernel(
-    grad_rows,
-    partials,
-    rows,
-    segments,
-    num_rows,
-    BY_FREQUENCY: tl.constexpr,
-    DENSE: tl.constexpr,
-    DIM: tl.constexpr,
-    ACC: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Row gradients of the long segments: the window that sees one open adds its partial sums."""
-    slot = tl.program_id(0).to(tl.int64) * 2 + 1
-    segment, first, end, begin = chunk_of_slot(segments, num_rows, slot)
-    if begin >= 0:
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        inside = column < DIM
-        total = tl.load(partials + slot * DIM + column, mask=inside, other=0)
-        start = first + CHUNK
-        while start < end:
-            at = (start // CHUNK * 2) * DIM + column
-            total += tl.load(partials + at, mask=inside, other=0)
-            start += CHUNK
-        store_row_gradient(
-            grad_rows, rows, segment, end - first, total, column, BY_FREQUENCY, DENSE, DIM
-        )
+        row = tl.load(rows + place, mask=there, other=0)
+    mask = there[:, None] & (column < DIM)[None, :]
+    tl.store(grad_rows + row[:, None] * DIM + column[None, :], total, mask=mask)
 
 
 @triton.jit(do_not_specialize=VARIABLES)
@@ -375,14 +168,8 @@ def embedding_bag_backward(
         op,
         "order, rows, segments and num_rows must be what group_indices made of these indices",
     )
-    samples = winners = None
-    if per_sample_weights is not None:
-        require(
-            per_sample_weights.numel() == n,
-            op,
-            "per_sample_weights must have one element per index",
-        )
-        samples = per_sample_weights.detach().contiguous()
+    samples = samples_of(op, per_sample_weights, n)
+    winners = None
     if mode == "max":
         require(
             argmax is not None
@@ -403,47 +190,39 @@ def embedding_bag_backward(
     if capacity == 0 or dim == 0:
         return grad_rows
 
-    # Most segments have few positions; the sum of a row on its way needs few registers.
-    sizes = tile(dim, grad_dtype, elements=512)
-    blocks = column_blocks(dim, sizes["COLUMNS"])
-    acc = TRITON_DTYPES[grad_dtype]
+    sizes = tile(dim, grad_dtype, elements=SUM_ELEMENTS)
+    grid = (triton.cdiv(capacity, sizes["ROWS"]), column_blocks(dim, sizes["COLUMNS"]))
     with on(device):
-        described = (
+        sources, coefficients, within = terms_of(bags, order, samples, mode, grad_dtype)
+        partials = sum_partials(
             grad,
+            sources,
+            coefficients,
+            segments,
+            num_rows,
+            grad_dtype,
+            argmax=winners,
+            within=within,
+        )
+        row_gradients_kernel[grid](
+            grad_rows,
+            grad,
+            sources,
+            coefficients,
             winners,
-            bags.offsets,
-            samples,
-            bags.bag_of(),
-            bags.counts(grad_dtype) if mode == "mean" else None,
-            order,
+            within,
+            partials,
+            rows,
+            segments,
+            num_rows,
+            capacity,
+            BY_FREQUENCY=scale_grad_by_freq,
+            DENSE=dense,
+            DIM=dim,
+            ACC=TRITON_DTYPES[grad_dtype],
+            enable_fp_fusion=False,  # it would round otherwise than ops.h says
+            **sizes,
         )
-        finish = {"BY_FREQUENCY": scale_grad_by_freq, "DENSE": dense, "DIM": dim, "ACC": acc}
-        short_segments_kernel[(capacity, blocks)](
-            grad_rows, *described, rows, segments, num_rows, bags.bag_length, **finish, **sizes
-        )
-        if n > CHUNK_TERMS:
-            windows = triton.cdiv(n, CHUNK_TERMS)
-            partials = torch.empty((2 * windows, dim), dtype=grad_dtype, device=device)
-            long_chunks_kernel[(2 * windows, blocks)](
-                partials,
-                *described,
-                segments,
-                num_rows,
-                bags.bag_length,
-                DIM=dim,
-                ACC=acc,
-                **sizes,
-            )
-            long_segments_kernel[(windows, blocks)](
-                grad_rows,
-                partials,
-                rows,
-                segments,
-                num_rows,
-                **finish,
-                COLUMNS=sizes["COLUMNS"],
-                num_warps=1,
-            )
     return grad_rows
 
 

@@ -12,9 +12,11 @@ from fastemb.triton import (
     adam_catch_up,
     embedding_bag,
     embedding_bag_backward,
+    grad_check,
     renorm,
     row_steps,
     rowwise_adagrad,
+    terms,
 )
 
 KERNELS: dict[str, Callable[..., Any]] = {
@@ -22,6 +24,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "embedding_bag": embedding_bag.embedding_bag,
     "group_indices": embedding_bag_backward.group_indices,
     "embedding_bag_backward": embedding_bag_backward.embedding_bag_backward,
+    "bag_terms": terms.bag_terms,
     "embedding_bag_per_sample_weights_backward": (
         embedding_bag_backward.embedding_bag_per_sample_weights_backward
     ),
@@ -31,4 +34,8 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "row_adagrad_": row_steps.row_adagrad_,
     "row_rowwise_adagrad_": rowwise_adagrad.row_rowwise_adagrad_,
     "row_sgd_": row_steps.row_sgd_,
+    "grad_check_": grad_check.grad_check_,
+    "row_grad_check_": grad_check.row_grad_check_,
+    "boundary_gradient": grad_check.boundary_gradient,
+    "scale_update_": grad_check.scale_update_,
 }

@@ -6,7 +6,9 @@ multiply-add, and so give the bits of the CPU and CUDA kernels.
 
 Everything that may change from step to step and lives on the device (step, scale, flags, learning
 rate, number of rows) is read there. Further arguments, the same in every kernel:
-  grad_rows      rows of grad and of rows
+  grad_rows      rows of the gradient, with `rows` as many as that has
+  segments, sources, coefficients, partials
+                 as in `segments`, where the step sums its gradients itself; else None
   RULE           which optimizer; state1..3 and hyper1..3 are its own:
                    ADAM     exp_avg, exp_avg_sq, max_exp_avg_sq or None;  beta1, beta2, eps
                    ADAGRAD  sum;                                          lr_decay, eps
@@ -34,19 +36,22 @@ from fastemb.triton.rows import (
     STEP_NUMBERS,
     STEP_TENSORS,
     STEP_VARIABLES,
+    adjust_gradient,
     elementwise_constants,
+    gradient_rows,
     in_double,
     integer_power,
     learning_rate,
     load_gradient,
     load_moment,
     load_values,
+    partials_of,
     programs,
     rows_at,
-    rows_to_update,
     store_moment,
     store_values,
 )
+from fastemb.triton.segments import rows_to_update
 
 ADAM = tl.constexpr(0)
 ADAGRAD = tl.constexpr(1)
@@ -103,9 +108,13 @@ def elementwise_step_kernel(
     state3,
     row_step,
     row_count,
+    partials,
     rows,
     used_rows,
     grad,
+    segments,
+    sources,
+    coefficients,
     step,
     inv_scale,
     found_inf,
@@ -166,10 +175,13 @@ def elementwise_step_kernel(
         mask = there[:, None] & (column < dim)[None, :]
         at = row[:, None] * STRIDE + column[None, :]
         at_state = row[:, None] * dim + column[None, :]
-        at_grad = place[:, None] * dim + column[None, :]
 
+        g = load_gradient(
+            grad, segments, sources, coefficients, partials, place, there, column, dim,
+            ACC, ROWS, COLUMNS,
+        )  # fmt: skip
         value = load_values(param, master, at, at_state, mask, ACC)
-        g = load_gradient(grad, value, at_grad, mask, inv_scale, weight_decay, MAXIMIZE, DECAY, ACC)
+        g = adjust_gradient(g, value, inv_scale, weight_decay, MAXIMIZE, DECAY, ACC)
         if RULE == ADAM:
             if row_count is None:
                 factor, divisor = step_size, root_scale
@@ -258,7 +270,7 @@ def _step(
     nesterov: bool = False,
 ) -> None:
     """One step of an elementwise rule."""
-    param, grad_rows = arguments["param"], arguments["grad"].shape[0]
+    param, grad_rows = arguments["param"], gradient_rows(arguments)
     if grad_rows == 0:
         return
     num_embeddings, dim = param.shape
@@ -272,6 +284,7 @@ def _step(
                 *states,
                 row_step,
                 row_count,
+                partials_of(arguments),
                 *(arguments[name] for name in (*STEP_TENSORS, *STEP_NUMBERS)),
                 *hypers,
                 grad_rows,
@@ -308,6 +321,9 @@ def row_adam_(
     rows: Tensor | None,
     used_rows: Tensor | None,
     grad: Tensor,
+    segments: Tensor | None,
+    sources: Tensor | None,
+    coefficients: Tensor | None,
     step: Tensor,
     inv_scale: Tensor | None,
     found_inf: Tensor | None,
@@ -343,6 +359,9 @@ def row_adagrad_(
     rows: Tensor | None,
     used_rows: Tensor | None,
     grad: Tensor,
+    segments: Tensor | None,
+    sources: Tensor | None,
+    coefficients: Tensor | None,
     step: Tensor,
     inv_scale: Tensor | None,
     found_inf: Tensor | None,
@@ -366,6 +385,9 @@ def row_sgd_(
     rows: Tensor | None,
     used_rows: Tensor | None,
     grad: Tensor,
+    segments: Tensor | None,
+    sources: Tensor | None,
+    coefficients: Tensor | None,
     step: Tensor,
     inv_scale: Tensor | None,
     found_inf: Tensor | None,

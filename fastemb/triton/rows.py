@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fastemb._reference import accumulation_dtype
 from fastemb.triton.bags import (
@@ -22,6 +23,7 @@ from fastemb.triton.bags import (
     tile,
     widen,
 )
+from fastemb.triton.segments import sum_partials, sum_segments
 from fastemb.triton.stochastic import random_bits, round_stochastic, row_key
 
 # For triton.jit(do_not_specialize=...), as in bags.py.
@@ -62,17 +64,6 @@ def learning_rate(lr, lr_tensor):
 
 
 @triton.jit
-def rows_to_update(grad_rows, used_rows, found_inf):
-    """How many leading rows count, int64; none in a step that is skipped."""
-    count = tl.full((), grad_rows, tl.int64)
-    if used_rows is not None:
-        count = tl.minimum(count, tl.load(used_rows).to(tl.int64))
-    if found_inf is not None:
-        count = tl.where(tl.load(found_inf) != 0, 0, count)
-    return count
-
-
-@triton.jit
 def rows_at(rows, place, count, num_embeddings):
     """Rows of the table at the places, and where there is one."""
     there = place < count
@@ -108,16 +99,42 @@ def store_moment(state, at, value, mask):
 @triton.jit
 def load_gradient(
     grad,
+    segments,
+    sources,
+    coefficients,
+    partials,
+    place,
+    there,
+    column,
+    dim,
+    ACC: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """[ROWS, COLUMNS] of the gradient rows at the places; summed here where segments are given."""
+    if segments is None:
+        at = place[:, None] * dim + column[None, :]
+        mask = there[:, None] & (column < dim)[None, :]
+        g = widen(tl.load(grad + at, mask=mask, other=0), ACC)
+    else:
+        g = sum_segments(
+            grad, sources, coefficients, None, None, partials, segments, place, there, column, dim,
+            ACC, ROWS, COLUMNS,
+        )  # fmt: skip
+    return g
+
+
+@triton.jit
+def adjust_gradient(
+    g,
     value,
-    at,
-    mask,
     inv_scale,
     weight_decay,
     MAXIMIZE: tl.constexpr,
     DECAY: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    g = widen(tl.load(grad + at, mask=mask, other=0), ACC)
+    """What the rules take; value is that of the parameter."""
     if inv_scale is not None:
         g *= tl.load(inv_scale).to(ACC)
     if MAXIMIZE:
@@ -148,8 +165,34 @@ def store_values(
 # Of a tile: eight f32 a lane, for up to six values each, and a warp needs no more to be busy.
 TILE_ELEMENTS = 256
 # The arguments that every kernel of a step takes, in its order.
-STEP_TENSORS = ("rows", "used_rows", "grad", "step", "inv_scale", "found_inf")
+STEP_TENSORS = (
+    *("rows", "used_rows", "grad", "segments", "sources", "coefficients", "step", "inv_scale"),
+    "found_inf",
+)
 STEP_NUMBERS = ("lr", "lr_tensor", "weight_decay", "seed")
+
+
+def gradient_rows(arguments: Mapping[str, Any]) -> int:
+    """How many rows have a gradient, used or not."""
+    rows = arguments["rows"]
+    return int(arguments["grad"].shape[0] if rows is None else rows.numel())
+
+
+def partials_of(arguments: Mapping[str, Any]) -> Tensor | None:
+    """Of the long segments of a step that sums its gradients itself."""
+    if arguments["segments"] is None:
+        return None
+    param = arguments["param"]
+    return sum_partials(
+        arguments["grad"],
+        arguments["sources"],
+        arguments["coefficients"],
+        arguments["segments"],
+        arguments["used_rows"],
+        accumulation_dtype(param.dtype),
+        found_inf=arguments["found_inf"],
+        one_row=param.shape[0] == 1,
+    )
 
 
 def programs(device: torch.device, tiles: int) -> int:

@@ -228,6 +228,38 @@ class EmuBackend:
         )
         return grad
 
+    def bag_terms(
+        self,
+        indices: Tensor,
+        offsets: Tensor | None,
+        per_sample_weights: Tensor | None,
+        order: Tensor,
+        num_embeddings: int,
+        mode: str,
+        padding_idx: int,
+        include_last_offset: bool,
+        acc_dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        bags = self._bags(indices, offsets, num_embeddings, padding_idx, include_last_offset)
+        n = indices.numel()
+        all_ones = mode == "sum" and per_sample_weights is None
+        sources = _unwritten((n,), torch.int32)
+        coefficients = _unwritten((0 if all_ones else n,), acc_dtype)
+        bag_of = _unwritten((n,), torch.int32)
+        bag_count = _unwritten((bags["num_bags"],), acc_dtype)
+        self.module.bag_terms(
+            **bags,
+            **self._samples(per_sample_weights),
+            order=order.data_ptr(),
+            mode=MODES[mode],
+            acc_type=DTYPES[acc_dtype],
+            sources=sources.data_ptr(),
+            coefficients=0 if all_ones else coefficients.data_ptr(),
+            bag_of=bag_of.data_ptr(),
+            bag_count=bag_count.data_ptr(),
+        )
+        return sources, coefficients
+
     def embedding_bag_per_sample_weights_backward(
         self,
         grad_output: Tensor,

@@ -327,6 +327,20 @@ inline int atomicCAS(int* at, int expected, int desired) {
   return old;
 }
 
+inline unsigned long long atomicAdd(unsigned long long* at, unsigned long long value) {
+  fastemb_emu::yield();
+  const unsigned long long old = *at;
+  *at = old + value;
+  return old;
+}
+
+inline long long atomicMax(long long* at, long long value) {
+  fastemb_emu::yield();
+  const long long old = *at;
+  if (value > old) *at = value;
+  return old;
+}
+
 inline void __threadfence_system() {}
 
 // Built without contraction and without fma, so the plain operators round one by one.

@@ -131,6 +131,22 @@ void run_bag_backward(const py::kwargs& values) {
   check(launch_bag_backward(a, nullptr));
 }
 
+void run_bag_terms(const py::kwargs& values) {
+  LookupArguments in(values);
+  const BagTerms a = {.bags = in.bags(),
+                      .order = in.pointer<int32_t>("order"),
+                      .mode = in.choice<Mode>("mode"),
+                      .per_sample_weights = in.pointer<void>("per_sample_weights"),
+                      .per_sample_type = in.choice<DType>("per_sample_type"),
+                      .acc_type = in.choice<DType>("acc_type"),
+                      .sources = in.pointer<int32_t>("sources"),
+                      .coefficients = in.pointer<void>("coefficients"),
+                      .bag_of = in.pointer<int32_t>("bag_of"),
+                      .bag_count = in.pointer<void>("bag_count")};
+  in.finish();
+  check(launch_bag_terms(a, nullptr));
+}
+
 void run_per_sample_backward(const py::kwargs& values) {
   LookupArguments in(values);
   const PerSampleBackward a = {.bags = in.bags(),
@@ -240,6 +256,7 @@ PYBIND11_MODULE(fastemb_emu_kernels, m) {
   m.def("gather", &run_gather);
   m.def("group_indices", &run_group_indices);
   m.def("bag_backward", &run_bag_backward);
+  m.def("bag_terms", &run_bag_terms);
   m.def("per_sample_backward", &run_per_sample_backward);
   m.def("renorm", &run_renorm);
   m.def("bag_backward_partial_rows", &bag_backward_partial_rows);

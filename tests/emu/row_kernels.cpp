@@ -7,6 +7,7 @@
 #include "cuda/adam_catch_up.cuh"
 #include "cuda/row_rowwise.cuh"
 #include "cuda/row_steps.cuh"
+#include "cuda/term_chunks.cuh"
 
 using namespace fastemb;
 using namespace fastemb::cuda;
@@ -27,6 +28,11 @@ RowStep row_step(Arguments& in) {
           .used_rows = in.pointer<int32_t>("used_rows"),
           .grad = in.pointer<void>("grad"),
           .grad_type = in.choice<DType>("grad_type"),
+          .segments = in.pointer<int32_t>("segments"),
+          .sources = in.pointer<int32_t>("sources"),
+          .coefficients = in.pointer<void>("coefficients"),
+          .num_terms = in.number<int64_t>("num_terms"),
+          .partials = in.pointer<void>("partials"),
           .inv_scale = in.pointer<float>("inv_scale"),
           .found_inf = in.pointer<float>("found_inf"),
           .step = in.pointer<float>("step"),
@@ -108,4 +114,5 @@ PYBIND11_MODULE(fastemb_emu_row_kernels, m) {
   m.def("row_adagrad", &run_adagrad<RowAdagrad, &launch_row_adagrad>);
   m.def("row_rowwise_adagrad", &run_adagrad<RowRowwiseAdagrad, &launch_row_rowwise_adagrad>);
   m.def("row_sgd", &run_row_sgd);
+  m.def("bag_backward_partial_rows", &bag_backward_partial_rows);
 }
