@@ -4,7 +4,8 @@ For each kernel instance and architecture: registers, spilled bytes, shared memo
 occupancy (warps in flight of those the SM holds, from registers, threads and shared memory), the
 widest load from global memory in its PTX, and the bytes that a reference problem has to move (for
 the row optimizers: every position a row, with FP32 gradients, and FP32 masters for 16-bit
-parameters, and one term a row when fused; for catching up: every position a row that sleeps).
+parameters, and one term a row when fused; for catching up: every position a row that sleeps; for
+gradient checks: every position a row).
 Exits with 1 when a kernel spills registers or when a kernel built for 16-byte vectors has no
 16-byte load.
 
@@ -73,7 +74,7 @@ class Kernel:
             ("bag_forward_", "gather_", "short_", "long_", "row_step_", "term_", "adam_")
         ):
             return self.arguments[-1] != "1"
-        return False
+        return self.name.startswith(("grad_check_", "row_grad_check_", "boundary_"))
 
     @property
     def occupancy(self) -> float:
@@ -107,6 +108,10 @@ class Kernel:
             return rows + positions * dim * acc + positions * (8 + acc)
         if kind == "renorm_kernel":
             return 2 * rows + positions * 8
+        if kind in ("grad_check_kernel", "row_grad_check_kernel"):
+            return rows
+        if kind == "boundary_gradient_kernel":
+            return 2 * rows
         if kind in ("row_step_kernel", "rowwise_adagrad_kernel", "adam_catch_up_kernel"):
             elements = positions * dim
             master = 2 * elements * acc if element == 2 else 0

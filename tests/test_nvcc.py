@@ -20,6 +20,8 @@ KERNELS = (
     *("bag_forward_kernel", "gather_kernel", "short_segments_kernel", "per_sample_kernel"),
     *("row_step_kernel", "rowwise_adagrad_kernel", "adam_catch_up_kernel"),
     *("bag_terms_kernel", "term_chunks_kernel"),
+    *("grad_check_kernel", "row_grad_check_kernel", "term_grad_check_kernel"),
+    *("boundary_gradient_kernel", "scale_update_kernel"),
 )
 
 pytestmark = [

@@ -176,7 +176,7 @@ def look(
         {"UNSCALE": unscale, **({} if fused else line)},
         dim if fused else None,
         wide=wide,
-        elements=256,
+        elements=128,
         exact=True,
         note=note,
         **options,

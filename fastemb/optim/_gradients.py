@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastemb import _row_ops  # noqa: F401  (defines the row operators)
 from fastemb._reference import accumulation_dtype
+from fastemb._row_queue import QueuedRows, add_rows_, on_host
 
 _ops = torch.ops.fastemb
 
@@ -19,14 +20,18 @@ class RowGradient(NamedTuple):
     Attributes:
         rows: [n] int64, ascending, distinct.
         used_rows: [1] int32 on the gradient's device: how many of them count; None: all.
-        values: [n, dim], contiguous.
+        values: [n, dim], contiguous; with segments [any, dim].
         unscaled: whether the multiplier given to `row_gradient` has been applied.
+        segments, sources, coefficients: of `fastemb._row_queue.QueuedRows`.
     """
 
     rows: Tensor
     used_rows: Tensor | None
     values: Tensor
     unscaled: bool
+    segments: Tensor | None = None
+    sources: Tensor | None = None
+    coefficients: Tensor | None = None
 
 
 def check_sparse(op: str, grad: Tensor) -> None:
@@ -41,22 +46,30 @@ def check_sparse(op: str, grad: Tensor) -> None:
         )
 
 
-def on_host(tensor: Tensor) -> bool:
-    """Whether reading a tensor waits for nothing."""
-    return tensor.device.type == "cpu"
-
-
-def row_gradient(grad: Tensor, multiplier: Tensor | None = None) -> RowGradient:
+def row_gradient(grad: Tensor | QueuedRows, multiplier: Tensor | None = None) -> RowGradient:
     """The rows of a sparse gradient that `check_sparse` passes; ``grad`` itself is only read.
+
+    What a lookup with ``sparse="fused"`` has queued is passed on, for the kernels to sum.
 
     On a device this never waits for it: where rows have to be summed the result has room for the
     most there can be, and `RowGradient.used_rows` says how many there are.
 
     Args:
-        grad: COO, (num_embeddings, dim) or (num_embeddings,), coalesced or not.
+        grad: COO, (num_embeddings, dim) or (num_embeddings,), coalesced or not; or queued.
         multiplier: [] float32, applied where rows are summed, and before they are: a sum of scaled
             gradients can overflow where the gradient itself does not.
     """
+    if isinstance(grad, QueuedRows):
+        exact = grad.segments is None and on_host(grad.rows)
+        return RowGradient(
+            grad.rows,
+            None if exact else grad.num_rows,
+            grad.grad,
+            False,
+            grad.segments,
+            grad.sources,
+            grad.coefficients,
+        )
     indices, values = _parts(grad)
     if _distinct_and_sorted(grad, indices):
         return RowGradient(indices, None, values.contiguous(), False)
@@ -66,11 +79,16 @@ def row_gradient(grad: Tensor, multiplier: Tensor | None = None) -> RowGradient:
     return RowGradient(rows[: sums.shape[0]], used, sums, True)
 
 
-def dense_gradient(grad: Tensor, multiplier: Tensor | None = None) -> Tensor:
-    """A sparse gradient that `check_sparse` passes, as a dense FP32 (FP64 for float64) tensor.
+def dense_gradient(grad: Tensor | QueuedRows, multiplier: Tensor | None = None) -> Tensor:
+    """A gradient that `row_gradient` takes, as a dense FP32 (FP64 for float64) tensor.
 
-    ``multiplier`` is applied before rows are summed, as by `row_gradient`.
+    ``multiplier`` is applied before rows are summed, as by `row_gradient`; to queued rows after.
     """
+    if isinstance(grad, QueuedRows):
+        dtype = accumulation_dtype(grad.grad.dtype)
+        table = grad.grad.new_zeros((grad.num_embeddings, grad.grad.shape[1]), dtype=dtype)
+        add_rows_(table, grad.rows, grad, multiplier)
+        return table
     indices, values = _parts(grad)
     rows = grad.shape[0]
     if indices.numel() == 0:

@@ -1,0 +1,130 @@
+"""What a scaler finds in gradients, and whose steps are skipped for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastemb.amp._gradients import GradientCheck, Pass
+from fastemb.amp._grouped import GroupedScaler
+from fastemb.amp._groups import ROOT, place
+
+_OP = "GradScaler"
+
+
+class CheckingScaler(GroupedScaler):
+    """Base of `fastemb.amp.GradScaler`: the passes over gradients and their verdicts."""
+
+    def _examine(
+        self,
+        optimizer: torch.optim.Optimizer,
+        op: str,
+        *,
+        norm: bool = False,
+        unscale: bool = False,
+    ) -> Pass:
+        """Look at the gradients of an optimizer; statistics count them once."""
+        scales, iteration = self._scales, self._iteration
+        assert scales is not None
+        earlier = iteration.passes.get(id(optimizer))
+        check = GradientCheck(
+            f"{_OP}.{op}",
+            scales,
+            iteration.group_of,
+            self._registry.name_of,
+            norm=norm,
+            unscale=unscale,
+            unscaled=earlier is not None and earlier.unscaled,
+        )
+        result = check.run(optimizer)
+        if earlier is not None:
+            result.stats, result.clip = earlier.stats, earlier.clip
+            result.groups |= earlier.groups
+            for device, found in earlier.found.items():
+                flags = result.found_on(device, len(scales))
+                torch.maximum(flags, found, out=flags)
+        iteration.passes[id(optimizer)] = result
+        self._registry.see(optimizer)
+        if self._process_group is not None:
+            self._agree(result)
+        return result
+
+    def _agree(self, result: Pass) -> None:
+        """One all_reduce of everything that was found; every process comes by here."""
+        scales, iteration = self._scales, self._iteration
+        assert scales is not None
+        groups = len(scales)
+        found = self._found(result)
+        flags = iteration.flags(scales)
+        if flags is None:
+            flags = torch.zeros(groups, groups, 2, device=scales.device)
+        packed = torch.cat([found, flags.reshape(-1).float()])
+        torch.distributed.all_reduce(
+            packed, torch.distributed.ReduceOp.MAX, group=self._process_group
+        )
+        result.found = {scales.device: packed[:groups]}
+        result.groups |= set(iteration.present)
+        if groups > 1:
+            iteration.set_flags(packed[groups:].view(groups, groups, 2))
+
+    def _found(self, result: Pass) -> Tensor:
+        """[groups] float32 of {0, 1} on the device of the scales."""
+        scales = self._scales
+        assert scales is not None
+        flags = [place(f, scales.device) for f in result.found.values()]
+        if len(flags) == 1:
+            return flags[0]
+        found = torch.zeros(len(scales), device=scales.device)
+        for flag in flags:
+            found = torch.maximum(found, flag)
+        return found
+
+    def _norm(self, result: Pass, *, finite_only: bool) -> Tensor:
+        """[] float64: the norm of all unscaled gradients, or of those in groups to be updated."""
+        scales = self._scales
+        assert scales is not None
+        total = torch.zeros((), dtype=torch.float64, device=scales.device)
+        found = self._iteration.in_groups(self._found(result), scales)
+        for group, sums in result.square_sums:
+            part = place(sums, scales.device).sum()
+            if finite_only:
+                part = torch.where(found[group] != 0, 0.0, part)
+            total += part
+        return total.sqrt()
+
+    def _to_skip(self, optimizer: torch.optim.Optimizer) -> tuple[Tensor, Tensor]:
+        """Whether to skip the whole step, [], and whether each group, [groups]; {0, 1}."""
+        scales, iteration = self._scales, self._iteration
+        assert scales is not None
+
+        def verdict(result: Pass) -> tuple[Tensor, Tensor]:
+            found = iteration.in_groups(self._found(result), scales)
+            if len(scales) == 1:
+                return found[ROOT], found
+            flags = [found[group] for group in sorted(result.groups)]
+            policy = torch.amin if self._skip == "group" else torch.amax
+            return policy(torch.stack(flags)) if flags else found[ROOT] * 0, found
+
+        if self._skip != "all":
+            return verdict(iteration.passes[id(optimizer)])
+        for other in self._registry.optimizers():
+            if id(other) not in iteration.passes:
+                self._examine(other, "step")
+        verdicts = [verdict(result)[0] for result in iteration.passes.values()]
+        skip = torch.stack(verdicts).amax()
+        return skip, skip.expand(len(scales))
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """torch's name for the pass that only reads."""
+        self._check_scale_growth_tracker("_check_inf_per_device")
+        return self._tell_torch(optimizer, self._examine(optimizer, "step"))
+
+    def _tell_torch(self, optimizer: torch.optim.Optimizer, result: Pass) -> dict[Any, Any]:
+        """Keep what torch's scaler keeps."""
+        found = {}
+        if result.groups:
+            found = {device: flags.amax() for device, flags in result.found.items()}
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
+        return found

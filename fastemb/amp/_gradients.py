@@ -1,0 +1,354 @@
+"""The gradients of one optimizer: one pass that looks at them, and unscales them on request."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastemb import _row_queue
+from fastemb._grad_reference import GRAD_STATS
+from fastemb._row_queue import RowQueue
+from fastemb.amp._groups import Scales
+from fastemb.optim._base import RowOptimizer
+from fastemb.optim._dense import flat, is_dense
+from fastemb.optim._gradients import row_gradient
+
+_ops = torch.ops.fastemb
+_COLUMNS = len(GRAD_STATS)
+
+
+class Counted(NamedTuple):
+    """Statistics of gradients.
+
+    Attributes:
+        params: a parameter for each row; some have more than one.
+        groups: their scale groups.
+        rows: [len(params), 8] int64, columns `GRAD_STATS`.
+    """
+
+    params: list[Tensor]
+    groups: list[int]
+    rows: Tensor
+
+
+@dataclass
+class Pass:
+    """What was found in the gradients of one optimizer since the last update.
+
+    Attributes:
+        found: by device, [groups] float32: 1 where a gradient of the group is not finite.
+        groups: those that the gradients have.
+        stats: see `Counted`.
+        square_sums: groups with [n] float64 sums of squares of unscaled gradients; where a norm
+            was asked for.
+        clip: [] what unscaled gradients are to be multiplied by in the step, None: 1.
+        unscaled: whether the gradients have been unscaled in place.
+    """
+
+    found: dict[torch.device, Tensor] = field(default_factory=dict)
+    groups: set[int] = field(default_factory=set)
+    stats: list[Counted] = field(default_factory=list)
+    square_sums: list[tuple[int, Tensor]] = field(default_factory=list)
+    clip: Tensor | None = None
+    unscaled: bool = False
+
+    def found_on(self, device: torch.device, groups: int) -> Tensor:
+        if device not in self.found:
+            self.found[device] = torch.zeros(groups, device=device)
+        return self.found[device]
+
+
+def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def has_gradient(param: Tensor) -> bool:
+    return param.grad is not None or _row_queue.waiting(param) is not None
+
+
+class GradientCheck:
+    """One pass over the gradients of an optimizer.
+
+    Args:
+        op: of the scaler, for messages.
+        group_of: the scale group of a parameter.
+        name_of: what messages call a parameter.
+        norm: whether to sum the squares of the unscaled gradients.
+        unscale: whether to unscale in place; gradients that share memory get their own.
+        unscaled: whether they are unscaled already.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        scales: Scales,
+        group_of: Callable[[Tensor], int],
+        name_of: Callable[[Tensor], str],
+        *,
+        norm: bool = False,
+        unscale: bool = False,
+        unscaled: bool = False,
+    ) -> None:
+        self._op = op
+        self._scales = scales
+        self._group_of = group_of
+        self._name_of = name_of
+        self._norm = norm
+        self._unscale = unscale
+        self._unscaled = unscaled
+        self._result = Pass(unscaled=unscale or unscaled)
+        # Memory that will be written, by storage, and what was looked at elsewhere before.
+        self._taken: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        self._looked_at: list[tuple[Tensor, Tensor]] = []
+
+    @torch.no_grad()
+    def run(self, optimizer: torch.optim.Optimizer) -> Pass:
+        """Look at every gradient of ``optimizer``.
+
+        Raises:
+            ValueError: a gradient that is neither dense nor sparse COO.
+            RuntimeError: a table with ``sparse="fused"`` that has a ``.grad`` as well, or whose
+                incoming gradients were changed since the backward.
+        """
+        ours = isinstance(optimizer, RowOptimizer)
+        dense: dict[tuple[torch.device, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        for param in parameters(optimizer):
+            queue = _row_queue.waiting(param)
+            if queue is not None:
+                _row_queue.check_alone(self._op, param, queue)
+                self._check_queue(param, queue)
+                continue
+            grad = param.grad
+            if grad is None:
+                continue
+            if grad.layout == torch.strided:
+                values = self._dense(param, grad, ours)
+            elif grad.layout != torch.sparse_coo:
+                raise ValueError(
+                    f"{self._op}: gradients must be dense or sparse COO, got {grad.layout} for "
+                    f"{self._name_of(param)}"
+                )
+            elif grad.sparse_dim() == 1 and grad.dense_dim() <= 1:
+                values = self._rows(param, grad, ours)
+            else:
+                values = self._coalesced(param, grad)
+            if values is not None:
+                dense[values.device, self._group_of(param)].append((param, values))
+        for (device, group), members in dense.items():
+            self._check(device, group, members)
+        for values, inverse in self._looked_at:
+            _ops.grad_check_([values], inverse, None, None, None, True)
+        return self._result
+
+    # ---- kinds of gradients: values to look at, or None where that is done ----
+
+    def _dense(self, param: Tensor, grad: Tensor, ours: bool) -> Tensor | None:
+        grad = grad.detach()
+        if not self._unscale:
+            return _one_piece(grad)
+        if grad.dtype == torch.float16 and ours:
+            grad = grad.float()  # what the scale has saved, fp16 would flush again
+            _set_grad(param, grad)
+        elif grad.dtype == torch.float16:
+            self._warn_of_rounding(param)
+        return self._writable(param, grad, lambda values: values)
+
+    def _rows(self, param: Tensor, grad: Tensor, ours: bool) -> Tensor | None:
+        """Repeated rows are summed first: finite ones may have a sum that is not."""
+        rows = row_gradient(grad)
+        values, dtype = grad._values(), grad.dtype
+        if rows.used_rows is not None:
+            # How many rows there are, only the device knows; the sums are looked at, and the
+            # gradient keeps its repeated rows.
+            self._check_rows(param, rows.values, rows.used_rows)
+            if self._unscale:
+                self._unscale_looked_at(param, grad, ours)
+            return None
+        summed = rows.values.data_ptr() != values.data_ptr()
+        if summed:
+            values = rows.values.view(-1, *values.shape[1:])
+        if summed and values.dtype != dtype and not ours:
+            # Other optimizers take no gradient of another dtype.
+            if not self._unscale:
+                return values
+            self._check(values.device, self._group_of(param), [(param, values)])
+            values = values.to(dtype)
+            _set_grad(param, _rows_of(grad, rows.rows, values))
+            if dtype == torch.float16:
+                self._warn_of_rounding(param)
+            found = self._result.found_on(values.device, len(self._scales))
+            place = found[self._group_of(param)]
+            _ops.grad_check_([values], None, place, None, None, False)
+            return None
+        if self._unscale and dtype == torch.float16:
+            if not ours:
+                self._warn_of_rounding(param)
+            elif not summed:
+                values = values.float()
+        if summed or values.dtype != dtype:
+            _set_grad(param, _rows_of(grad, rows.rows, values))
+        if not self._unscale:
+            return _one_piece(values)
+        return self._writable(param, values, lambda own: _rows_of(grad, rows.rows, own))
+
+    def _unscale_looked_at(self, param: Tensor, grad: Tensor, ours: bool) -> None:
+        """Unscale a gradient of rows of which some are repeated."""
+        values, rows = grad._values(), grad._indices()[0]
+        if values.dtype == torch.float16 and ours:
+            values = values.float()
+            _set_grad(param, _rows_of(grad, rows, values, distinct=False))
+        elif values.dtype == torch.float16:
+            self._warn_of_rounding(param)
+        own = self._writable(param, values, lambda v: _rows_of(grad, rows, v, distinct=False))
+        inverse = self._inverse(self._group_of(param), values.device)
+        if inverse is not None:
+            self._looked_at.append((own, inverse))
+
+    def _coalesced(self, param: Tensor, grad: Tensor) -> Tensor | None:
+        """A sparse gradient of something else than rows, which torch can sum."""
+        if not grad.is_coalesced():
+            grad = grad.coalesce()
+            _set_grad(param, grad)
+        values = grad._values()
+        if not self._unscale:
+            return _one_piece(values)
+        if values.dtype == torch.float16:
+            self._warn_of_rounding(param)
+        return self._writable(
+            param,
+            values,
+            lambda own: torch.sparse_coo_tensor(
+                grad._indices(), own, grad.shape, is_coalesced=True, check_invariants=False
+            ),
+        )
+
+    def _check_queue(self, param: Tensor, queue: RowQueue) -> None:
+        """A gradient of ``sparse="fused"``, which is summed while it is looked at."""
+        part = queue.merged()
+        if self._unscale:
+            part = _row_queue.summed(part)  # what it is made of is not ours to write
+        self._check_rows(
+            param, part.grad, part.num_rows, part.segments, part.sources, part.coefficients,
+            unscale=self._unscale,
+        )  # fmt: skip
+        if self._unscale:
+            queue.put(replace(part, version=part.grad._version))
+
+    # ---- the operators ----
+
+    def _inverse(self, group: int, device: torch.device) -> Tensor | None:
+        return None if self._unscaled else self._scales.inverse(group, device)
+
+    def _places(
+        self, device: torch.device, group: int, params: Sequence[Tensor]
+    ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
+        """Inverse scale, found_inf, statistics and sums of squares for gradients of a group."""
+        result = self._result
+        result.groups.add(group)
+        found = result.found_on(device, len(self._scales))
+        counted = Counted(
+            list(params),
+            [group] * len(params),
+            torch.zeros(len(params), _COLUMNS, dtype=torch.int64, device=device),
+        )
+        result.stats.append(counted)
+        squares = None
+        if self._norm:
+            squares = torch.zeros(len(params), dtype=torch.float64, device=device)
+            result.square_sums.append((group, squares))
+        return self._inverse(group, device), found[group], counted.rows, squares
+
+    def _check(
+        self, device: torch.device, group: int, members: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
+        inverse, found, stats, squares = self._places(device, group, [p for p, _ in members])
+        unscale = self._unscale and inverse is not None
+        _ops.grad_check_([g for _, g in members], inverse, found, stats, squares, unscale)
+
+    def _check_rows(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        used_rows: Tensor | None,
+        segments: Tensor | None = None,
+        sources: Tensor | None = None,
+        coefficients: Tensor | None = None,
+        *,
+        unscale: bool = False,
+    ) -> None:
+        inverse, found, stats, squares = self._places(grad.device, self._group_of(param), [param])
+        _ops.row_grad_check_(
+            grad, used_rows, segments, sources, coefficients, inverse, found, stats[0],
+            None if squares is None else squares[0], unscale and inverse is not None,
+        )  # fmt: skip
+
+    # ---- memory ----
+
+    def _writable(
+        self, param: Tensor, values: Tensor, gradient: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Values in one piece of memory that no other gradient of this pass has.
+
+        Nothing is written before all gradients came by here, so each is unscaled once.
+
+        Args:
+            gradient: the ``.grad`` that has other values, where these cannot be written.
+        """
+        if values.numel() > 0 and (not is_dense(values) or self._overlaps(values)):
+            values = values.clone(memory_format=torch.contiguous_format)
+            _set_grad(param, gradient(values))
+        return _one_piece(values)
+
+    def _overlaps(self, values: Tensor) -> bool:
+        """Whether another gradient has this memory, or a part of it."""
+        begin = values.data_ptr()
+        last = sum((n - 1) * s for n, s in zip(values.shape, values.stride(), strict=True))
+        end = begin + (last + 1) * values.element_size()
+        ranges = self._taken[values.untyped_storage().data_ptr()]
+        overlaps = any(begin < e and b < end for b, e in ranges)
+        ranges.append((begin, end))
+        return overlaps
+
+    def _warn_of_rounding(self, param: Tensor) -> None:
+        if self._scales.fixed:
+            return
+        warnings.warn(
+            f"{self._op}: the gradient of {self._name_of(param)} is float16 and is unscaled in "
+            "float16, which flushes what the scale has saved; use an optimizer of fastemb.optim, "
+            "or param.grad_dtype = torch.float32",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def _one_piece(grad: Tensor) -> Tensor:
+    """The elements as the operators take them, without a copy where that is possible."""
+    if grad.is_contiguous():
+        return grad
+    return flat(grad) if is_dense(grad) else grad.contiguous()
+
+
+def _rows_of(grad: Tensor, rows: Tensor, values: Tensor, *, distinct: bool = True) -> Tensor:
+    """A gradient like ``grad`` with other rows."""
+    return torch.sparse_coo_tensor(
+        rows.unsqueeze(0),
+        values,
+        grad.shape,
+        is_coalesced=distinct,
+        check_invariants=False,
+    )
+
+
+def _set_grad(param: Tensor, grad: Tensor) -> None:
+    """Replace a gradient, also by one of another dtype."""
+    if param.grad_dtype not in (None, grad.dtype):
+        param.grad = None  # torch refuses to change grad_dtype under a gradient
+        param.grad_dtype = grad.dtype
+    param.grad = grad

@@ -1,0 +1,350 @@
+"""A scaler's groups: what is declared, registered, passed in the backward, saved and loaded."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fastemb.amp._graph import Link
+from fastemb.amp._groups import (
+    GUARD,
+    ROOT,
+    ROOT_NAME,
+    SMALLEST_SCALE,
+    Group,
+    GroupConfig,
+    Scales,
+    check_config,
+)
+from fastemb.amp._iteration import Iteration, Leftovers
+from fastemb.amp._registry import Registry
+from fastemb.amp._statistics import Statistics
+from fastemb.amp.boundary import boundary
+
+_INIT_SCALE = 2.0**16
+_OP = "GradScaler"
+
+
+class GroupedScaler(torch.amp.GradScaler):
+    """Base of `fastemb.amp.GradScaler`, which documents the arguments."""
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = _INIT_SCALE,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        groups: Mapping[str, GroupConfig | Mapping[str, Any]] | None = None,
+        skip: Literal["optimizer", "group", "all"] = "optimizer",
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        hysteresis: int = 1,
+        max_consecutive_skips: int = 50,
+        alarm: Literal["warn", "raise"] = "warn",
+        mode: Literal["scale", "guard"] = "scale",
+        process_group: Any = None,
+    ) -> None:
+        for name, value, choices in (
+            ("skip", skip, ("optimizer", "group", "all")),
+            ("alarm", alarm, ("warn", "raise")),
+            ("mode", mode, ("scale", "guard")),
+        ):
+            if value not in choices:
+                raise ValueError(f"{_OP}: {name} must be one of {choices}, got {value!r}")
+        if max_consecutive_skips < 1:
+            raise ValueError(
+                f"{_OP}: max_consecutive_skips must be >= 1, got {max_consecutive_skips!r}"
+            )
+        if mode == "guard":
+            if init_scale not in (_INIT_SCALE, 1.0):
+                raise ValueError(
+                    f"{_OP}: init_scale must be left out with mode='guard', whose scale is 1, "
+                    f"got {init_scale!r}"
+                )
+            init_scale = 1.0
+        super().__init__(
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
+        self._skip = skip
+        self._guard = mode == "guard"
+        self._process_group = process_group
+        self._alarm = (max_consecutive_skips, alarm)
+        self._limits = (
+            SMALLEST_SCALE if min_scale is None else float(min_scale),
+            math.inf if max_scale is None else float(max_scale),
+            hysteresis,
+        )
+        self._scales: Scales | None = None
+        self._steps = 0
+        self._start_over()
+        if not self._enabled:
+            return
+        self._groups = [Group(ROOT_NAME, self._root_config(), self._init_scale)]
+        if not self._guard:
+            check_config(_OP, self._groups[ROOT].config, exact=False)
+        for name, config in (groups or {}).items():
+            self._declare(
+                name, config if isinstance(config, GroupConfig) else _config_from(name, config)
+            )
+
+    def _start_over(self) -> None:
+        """Forget what belongs to one process and one model."""
+        self._registry = Registry()
+        self._iteration = Iteration(self._steps)
+        self._leftovers = Leftovers()
+        self._statistics = Statistics(self._registry.name_of, *self._alarm)
+        # By id of the optimizer: whether its last step was skipped.
+        self._verdicts: dict[int, tuple[weakref.ref[Any], Tensor | bool]] = {}
+
+    # ---- groups ----
+
+    @property
+    def group_names(self) -> list[str]:
+        """Names of the groups; the first is "root"."""
+        return [group.name for group in self._groups] if self._enabled else [ROOT_NAME]
+
+    def _root_config(self) -> GroupConfig:
+        if self._guard:
+            return GUARD
+        smallest, largest, hysteresis = self._limits
+        return GroupConfig(
+            self._init_scale,
+            self._growth_factor,
+            self._backoff_factor,
+            self._growth_interval,
+            hysteresis,
+            smallest,
+            largest,
+        )
+
+    def _declare(self, name: str, config: GroupConfig) -> int:
+        if not isinstance(name, str) or not name or name == ROOT_NAME:
+            raise ValueError(f"{_OP}: a group must have a name other than 'root', got {name!r}")
+        if not self._guard:
+            check_config(_OP, self._root_config(), exact=True)
+        check_config(f"{_OP}: groups[{name!r}]", config, exact=True)
+        scale = config.init_scale
+        if scale is None:
+            scale = min(max(self._init_scale, config.min_scale), config.max_scale)
+        group = Group(name, config, scale)
+        if self._guard:
+            group = Group(name, GUARD, 1.0)
+        self._groups.append(group)
+        if self._scales is not None:
+            self._scales.add([group])
+            self._share_root()
+            self._iteration.grow(len(self._groups))
+        return len(self._groups) - 1
+
+    def _group(self, name: str) -> int:
+        """The number of a group, declared by default."""
+        names = self.group_names
+        return names.index(name) if name in names else self._declare(name, GroupConfig())
+
+    def boundary(self, x: Tensor, group: str) -> Tensor:
+        """Identity; parameters that the loss reaches only through it belong to ``group``.
+
+        In the backward, the gradient is multiplied by the group's scale over the scale outside.
+        Place it where the gradient is still FP32: at the root of a branch such as an auxiliary
+        head. A loss with a boundary has to go through `scale`, or the backward raises.
+
+        Args:
+            x: any floating tensor.
+            group: a name, of a new group or of one there is; "root" for the scale of the loss.
+
+        Returns:
+            A view of ``x``, which cannot be changed in place; ``x`` where no gradient is wanted.
+        """
+        if not self._enabled or not x.requires_grad or not torch.is_grad_enabled():
+            return x
+        return boundary(x, self._link(group, group, 0))
+
+    def _link(self, group: str, name: str, inner: int) -> Link:
+        return Link(self, self._group(group), name, inner)
+
+    def register(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+        """Tell the scaler about a model, and about optimizers that `step` has not seen yet.
+
+        Names its parameters in statistics and messages, makes each `BoundaryLinear` begin its
+        group, and counts what flows into the tables of `fastemb.nn`. Call it again for layers that
+        come later. The scaler keeps neither alive; copies and pickles of either are without.
+
+        Raises:
+            ValueError: a `DistributedDataParallel` with a table of low precision, whose gradients
+                it cannot reduce.
+        """
+        if not self._enabled:
+            return
+        for group in self._registry.register(self, model):
+            self._group(group)
+        for optimizer in optimizers:
+            self._registry.see(optimizer)
+
+    def _enter(self, link: Link, outer: int) -> None:
+        """A loss that is being scaled has a boundary."""
+        if link.scaler is not self:
+            raise RuntimeError(
+                f"{_OP}: the boundary {link.name} belongs to another GradScaler than the one that "
+                "scales the loss"
+            )
+        iteration, scales = self._iteration, self._scales
+        link.enter(outer, iteration.number)
+        # Made here and not in the backward, whose streams do not wait for each other.
+        assert scales is not None
+        scales.inverse(outer, scales.device)
+        scales.ratio(link.group, outer, scales.device)
+        iteration.boundary_flags(link.group, outer, scales.device, len(scales))
+        iteration.stats_of(link.name, scales.device)
+
+    # ---- in the backward ----
+
+    def _pass_boundary(self, link: Link, grad: Tensor) -> Tensor:
+        """The gradient behind a boundary."""
+        iteration, scales = self._iteration, self._scales
+        if scales is None or link.outer is None or link.iteration != iteration.number:
+            raise RuntimeError(
+                f"{_OP}: a gradient came to the boundary of group {self.group_names[link.group]!r} "
+                f"({link.name}) from a loss that did not go through scaler.scale() since the last "
+                "update()"
+            )
+        device = grad.device
+        return torch.ops.fastemb.boundary_gradient(
+            grad.contiguous(),
+            scales.ratio(link.group, link.outer, device),
+            scales.inverse(link.outer, device),
+            iteration.boundary_flags(link.group, link.outer, device, len(scales)),
+            iteration.stats_of(link.name, device),
+        )
+
+    def _look(self, name: str, param: Tensor, grad: Tensor) -> None:
+        """Count the gradient that comes into the table ``param``."""
+        iteration, scales = self._iteration, self._scales
+        if scales is None or not iteration.scaled:
+            return
+        inverse = scales.inverse(iteration.group_of(param), grad.device)
+        stats = iteration.stats_of(name, grad.device)
+        grad = grad.detach().contiguous()
+        torch.ops.fastemb.grad_check_([grad], inverse, None, stats, None, False)
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        assert self._scales is None
+        root = self._groups[ROOT]
+        root.config, root.scale = self._root_config(), self._init_scale
+        root.state = (self._init_growth_tracker, *root.state[1:])
+        self._scales = Scales(self._groups, dev, fixed=self._guard)
+        self._share_root()
+
+    def _share_root(self) -> None:
+        """torch's attributes are views of the group's state."""
+        assert self._scales is not None
+        self._scale = self._scales.values[ROOT]
+        self._growth_tracker = self._scales.states[ROOT, 0]
+
+    # ---- state ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's five entries, which its scaler loads, and "fastemb" with the groups."""
+        state = super().state_dict()
+        if not self._enabled:
+            return state
+        groups: dict[str, dict[str, Any]] = {}
+        for group in self._current_groups():
+            entry = {} if group.name == ROOT_NAME else asdict(group.config)
+            growth, overflows, skips = group.state
+            entry |= {"growth_tracker": growth, "overflows": overflows, "skips": skips}
+            groups[group.name] = entry | {"scale": group.scale}
+        state["fastemb"] = {"version": 1, "groups": groups}
+        return state
+
+    def _current_groups(self) -> list[Group]:
+        """The groups as they are on the device."""
+        if self._scales is None:
+            return self._groups
+        values = self._scales.values.tolist()
+        states = self._scales.states.tolist()
+        return [
+            replace(group, scale=value, state=tuple(state))
+            for group, value, state in zip(self._groups, values, states, strict=True)
+        ]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this scaler, or one of torch's: then groups start with its scale.
+
+        Groups that the state has and this scaler does not are declared as they were; groups that it
+        does not have start over.
+
+        Raises:
+            ValueError: a version that is not known; a scale that is no power of two where there
+                are groups.
+        """
+        if not self._enabled:
+            return
+        own = state_dict.get("fastemb", {"version": 1, "groups": {}})
+        if own["version"] != 1:
+            raise ValueError(f"{_OP}: cannot load a state of version {own['version']!r}")
+        entries = own["groups"]
+        root = {**state_dict, "scale": 1.0} if self._guard and state_dict else state_dict
+        super().load_state_dict(root)
+        groups = [Group(ROOT_NAME, self._root_config(), self._init_scale)]
+        configs = {group.name: group.config for group in self._groups[1:]}
+        names = [*configs, *(n for n in entries if n not in configs and n != ROOT_NAME)]
+        for name in names:
+            entry = entries.get(name)
+            config = configs.get(name)
+            if entry is not None:
+                config = GroupConfig(**{k: entry[k] for k in asdict(GroupConfig())})
+            assert config is not None
+            scale = min(max(self._init_scale, config.min_scale), config.max_scale)
+            groups.append(Group(name, config, scale if entry is None else entry["scale"]))
+        if len(groups) > 1 and not self._guard:
+            check_config(_OP, self._root_config(), exact=True)
+        for group in groups:
+            entry = entries.get(group.name, {})
+            growth = self._init_growth_tracker if group.name == ROOT_NAME else 0
+            group.state = (
+                int(entry.get("growth_tracker", growth)),
+                int(entry.get("overflows", 0)),
+                int(entry.get("skips", 0)),
+            )
+        self._groups = groups
+        if self._scales is not None:
+            self._scales = Scales(groups, self._scales.device, fixed=self._guard)
+            self._share_root()
+        self._per_optimizer_states.clear()
+        self._iteration = Iteration(self._iteration.number + 1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not self._enabled:
+            state = self.__dict__.copy()
+        else:
+            state = super().__getstate__()
+            state["_groups"] = [replace(group) for group in self._current_groups()]
+        for name in ("_scales", "_registry", "_iteration", "_leftovers", "_statistics"):
+            del state[name]
+        del state["_verdicts"], state["_process_group"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._scales = None
+        self._process_group = None
+        self._start_over()
+
+
+def _config_from(name: str, values: Mapping[str, Any]) -> GroupConfig:
+    unknown = set(values) - set(asdict(GroupConfig()))
+    if unknown:
+        known = ", ".join(asdict(GroupConfig()))
+        raise ValueError(
+            f"{_OP}: groups[{name!r}] has {', '.join(sorted(unknown))}; it can have {known}"
+        )
+    return GroupConfig(**values)

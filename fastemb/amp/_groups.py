@@ -1,0 +1,206 @@
+"""Scale groups: how each is configured, and the scales of all of them on the device.
+
+Group 0 is the root, the scale that `torch.amp.GradScaler` has. The scale of a group is absolute:
+what its gradients are multiplied by, whatever the scale of the group outside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from fastemb import _grad_ops  # noqa: F401  (defines the operators of gradient scaling)
+
+ROOT = 0
+ROOT_NAME = "root"
+# The smallest scale of the root unless told otherwise: its inverse is finite, and torch's scaler
+# has the same bits until it goes below.
+SMALLEST_SCALE = 2.0**-126
+
+_SCALES = ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale")
+
+
+@dataclass(frozen=True)
+class GroupConfig:
+    """How the scale of one group moves. Scales and factors are powers of two.
+
+    Attributes:
+        init_scale: the first scale; None: that of the root, within the two limits.
+        growth_factor, backoff_factor, growth_interval: as in `torch.amp.GradScaler`.
+        hysteresis: consecutive iterations with an overflow after which the scale backs off.
+        min_scale, max_scale: limits of the scale.
+    """
+
+    init_scale: float | None = None
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    hysteresis: int = 1
+    min_scale: float = 1.0
+    max_scale: float = 2.0**24
+
+    def row(self) -> list[float]:
+        """The configuration as ``scale_update_`` takes it."""
+        return [
+            self.growth_factor,
+            self.backoff_factor,
+            self.min_scale,
+            self.max_scale,
+            self.growth_interval,
+            self.hysteresis,
+        ]
+
+
+# No growth, no backoff, only the count of skipped steps: the scale of ``mode="guard"``.
+GUARD = GroupConfig(1.0, 1.0, 1.0, 2**31 - 1, 2**31 - 1, 1.0, 1.0)
+
+
+@dataclass
+class Group:
+    """A group, and where its state on the device starts.
+
+    Attributes:
+        state: iterations without an overflow since the last growth, consecutive overflows that
+            hysteresis counts, consecutive overflows.
+    """
+
+    name: str
+    config: GroupConfig
+    scale: float
+    state: tuple[int, int, int] = (0, 0, 0)
+
+
+def is_power_of_two(value: float) -> bool:
+    return value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5
+
+
+def check_config(where: str, config: GroupConfig, *, exact: bool) -> None:
+    """Raise `ValueError` for a configuration that makes no sense, by the name of the argument.
+
+    Args:
+        where: how the message calls the arguments.
+        exact: whether scales and factors have to be powers of two.
+    """
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if not isinstance(value, (int, float)) and not (value is None and field.default is None):
+            raise TypeError(f"{where}: {field.name} must be a number, got {value!r}")
+
+    def require(good: bool, name: str, rule: str) -> None:
+        if not good:
+            raise ValueError(f"{where}: {name} must be {rule}, got {getattr(config, name)!r}")
+
+    require(config.growth_factor > 1, "growth_factor", "> 1")
+    require(0 < config.backoff_factor < 1, "backoff_factor", "between 0 and 1")
+    for name in ("growth_interval", "hysteresis"):
+        value = getattr(config, name)
+        require(isinstance(value, int) and 1 <= value < 2**31, name, "an int >= 1")
+    require(config.min_scale >= SMALLEST_SCALE, "min_scale", ">= 2**-126")
+    require(config.max_scale >= config.min_scale, "max_scale", ">= min_scale")
+    if config.init_scale is not None:
+        require(
+            config.min_scale <= config.init_scale <= config.max_scale,
+            "init_scale",
+            f"between min_scale ({config.min_scale}) and max_scale ({config.max_scale})",
+        )
+    if exact:
+        for name in _SCALES:
+            value = getattr(config, name)
+            if value is None or (name == "max_scale" and value == math.inf):
+                continue
+            require(is_power_of_two(value), name, "a power of two where there are scale groups")
+
+
+def place(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device, without waiting where that is safe: not for what the host reads."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+class Scales:
+    """The scales of all groups, on the device of the loss; nothing here waits for it.
+
+    Attributes:
+        values: [groups] float32.
+        states: [groups, 3] int32, `Group.state`.
+        fixed: whether all scales are 1 for good.
+    """
+
+    def __init__(self, groups: Sequence[Group], device: torch.device, *, fixed: bool) -> None:
+        self.device = device
+        self.fixed = fixed
+        self._configs: list[GroupConfig] = []
+        self.values = torch.empty(0, dtype=torch.float32, device=device)
+        self.states = torch.empty(0, 3, dtype=torch.int32, device=device)
+        self._config_rows = torch.empty(0, 6, dtype=torch.float64, device=device)
+        self.add(groups)
+
+    def __len__(self) -> int:
+        return len(self._configs)
+
+    def add(self, groups: Sequence[Group]) -> None:
+        """Add groups behind those there are."""
+
+        def behind(old: Tensor, new: list[object]) -> Tensor:
+            rows = torch.tensor(new, dtype=old.dtype, device=self.device)
+            return torch.cat([old, rows.view(-1, *old.shape[1:])])
+
+        self._configs += [group.config for group in groups]
+        self.values = behind(self.values, [group.scale for group in groups])
+        self.states = behind(self.states, [list(group.state) for group in groups])
+        self._config_rows = behind(self._config_rows, [group.config.row() for group in groups])
+        self.forget()
+
+    def forget(self) -> None:
+        """After the values were written: drop what was computed from them."""
+        self._inverses: dict[torch.device, Sequence[Tensor]] = {}
+        self._ratios: dict[tuple[int, int, torch.device], Tensor] = {}
+
+    def configure(self, group: int, config: GroupConfig) -> None:
+        if self._configs[group] != config:
+            self._configs[group] = config
+            self._config_rows[group] = torch.tensor(config.row(), dtype=torch.float64)
+
+    def inverse(self, group: int, device: torch.device) -> Tensor | None:
+        """[] float32, the same tensor until the scales change; None: 1."""
+        if self.fixed:
+            return None
+        inverses = self._inverses.get(device)
+        if inverses is None:
+            # The reciprocal as torch.amp.GradScaler takes it.
+            values = self.values.double().reciprocal().float()
+            inverses = self._inverses[device] = place(values, device).unbind()
+        return inverses[group]
+
+    def ratio(self, inner: int, outer: int, device: torch.device) -> Tensor:
+        """[] float32: what a gradient with the scale of ``outer`` is multiplied by for ``inner``.
+
+        Exact: scales of groups are powers of two.
+        """
+        key = (inner, outer, device)
+        if key not in self._ratios:
+            self._ratios[key] = place(self.values[inner] / self.values[outer], device)
+        return self._ratios[key]
+
+    def update(self, found_inf: Tensor, present: Sequence[int]) -> None:
+        """Move the scales of the groups that were used.
+
+        Args:
+            found_inf: [groups] float32.
+            present: the groups that had a gradient; the others stay as they are.
+        """
+        update = torch.ops.fastemb.scale_update_
+        if len(present) == len(self):
+            update(self.values, self.states, found_inf, self._config_rows)
+        else:
+            index = torch.tensor(list(present), device=self.device)
+            values, states = self.values[index], self.states[index]
+            update(values, states, found_inf[index], self._config_rows[index])
+            self.values[index] = values
+            self.states[index] = states
+        # A loss that was scaled before cannot be differentiated any more; autograd says so.
+        torch.autograd.graph.increment_version(self.values)
+        self.forget()

@@ -1,0 +1,203 @@
+"""What happened to gradients since the last update, and what is left over from before it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fastemb._grad_reference import GRAD_STATS
+from fastemb.amp._gradients import Pass, has_gradient, parameters
+from fastemb.amp._groups import ROOT, Scales, place
+
+
+@dataclass
+class Iteration:
+    """From one update to the next.
+
+    Attributes:
+        number: counts the iterations.
+        passes: by id of the optimizer.
+        scaled: whether a loss was scaled.
+        unwalked: whether one was scaled whose leaves were not looked for, as without groups.
+        boundary_stats: by name and device, [8] int64.
+    """
+
+    number: int
+    passes: dict[int, Pass] = field(default_factory=dict)
+    scaled: bool = False
+    unwalked: bool = False
+    boundary_stats: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
+    _groups: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
+    _present: set[int] = field(default_factory=lambda: {ROOT})
+    # by device, [groups, groups, 2]: what boundary_gradient has found, by inner and outer group
+    _flags: dict[torch.device, Tensor] = field(default_factory=dict)
+
+    # ---- groups of parameters ----
+
+    def group_of(self, param: Tensor) -> int:
+        entry = self._groups.get(id(param))
+        return ROOT if entry is None else entry[1]
+
+    def enter(self, param: Tensor, group: int, describe: Callable[[Tensor, int, int], str]) -> None:
+        """Note the group of a parameter that a loss has reached.
+
+        Raises:
+            RuntimeError: it has another one; ``describe`` says so.
+        """
+        entry = self._groups.get(id(param))
+        if entry is None:
+            earlier = group
+            if self.unwalked and group != ROOT and has_gradient(param):
+                earlier = ROOT
+        else:
+            earlier = entry[1]
+        if earlier != group:
+            raise RuntimeError(describe(param, earlier, group))
+        # The parameter is kept alive, so its id stands for it.
+        self._groups[id(param)] = (param, group)
+
+    @property
+    def present(self) -> list[int]:
+        """The groups that had a gradient; the root always counts."""
+        found = self._present.union(*(p.groups for p in self.passes.values()))
+        return sorted(found)
+
+    # ---- boundaries ----
+
+    def boundary_flags(self, inner: int, outer: int, device: torch.device, groups: int) -> Tensor:
+        """[2] float32, the ``flags`` of boundary_gradient."""
+        self._present |= {inner, outer}
+        if device not in self._flags:
+            self._flags[device] = torch.zeros(groups, groups, 2, device=device)
+        return self._flags[device][inner, outer]
+
+    def stats_of(self, name: str, device: torch.device) -> Tensor:
+        """[8] int64 for the statistics of what passes a boundary."""
+        key = (name, device)
+        if key not in self.boundary_stats:
+            self.boundary_stats[key] = torch.zeros(
+                len(GRAD_STATS), dtype=torch.int64, device=device
+            )
+        return self.boundary_stats[key]
+
+    def named_stats(self, device: torch.device) -> dict[str, Tensor]:
+        """The statistics of boundaries, those of one name on several devices together."""
+        named: dict[str, Tensor] = {}
+        for (name, _), row in self.boundary_stats.items():
+            row = place(row, device)
+            if name in named:
+                largest = torch.maximum(named[name], row)[GRAD_STATS.largest]
+                row = named[name] + row
+                row[GRAD_STATS.largest] = largest
+            named[name] = row
+        return named
+
+    # ---- verdicts ----
+
+    def flags(self, scales: Scales) -> Tensor | None:
+        """[groups, groups, 2] bool on the device of the scales, None without boundaries."""
+        found: Tensor | None = None
+        for flags in self._flags.values():
+            here = place(flags, scales.device) != 0
+            found = here if found is None else found | here
+        return found
+
+    def set_flags(self, flags: Tensor) -> None:
+        """Replace what all boundaries have found."""
+        self._flags = {flags.device: flags}
+
+    def in_groups(self, found: Tensor, scales: Scales) -> Tensor:
+        """[groups] float32 of {0, 1}: whether gradients of the groups are to be thrown away.
+
+        Args:
+            found: [groups] float32, of gradients of parameters.
+        """
+        flags = self.flags(scales)
+        if flags is None:
+            return found
+        return ((found != 0) | flags.any(2).any(1)).float()
+
+    def blamed(self, scales: Scales) -> Tensor:
+        """[groups] float32 of {0, 1}: the groups in which gradients became not finite.
+
+        Those of parameters, at a boundary into the group, and at the boundaries out of it, unless
+        what had come into the group was not finite already.
+        """
+        found = torch.zeros(len(scales), device=scales.device)
+        for result in self.passes.values():
+            for flags in result.found.values():
+                found = torch.maximum(found, place(flags, scales.device))
+        boundaries = self.flags(scales)
+        if boundaries is None:
+            return found
+        incoming, made = boundaries.unbind(2)
+        bad = (found != 0) | made.any(1) | incoming.any(0)
+        return (bad & ~incoming.any(1)).float()
+
+    def grow(self, groups: int) -> None:
+        """Make room for further groups."""
+        for result in self.passes.values():
+            for device, found in result.found.items():
+                result.found[device] = pad(found, (0, groups - found.numel()))
+        for device, flags in self._flags.items():
+            more = groups - flags.shape[0]
+            self._flags[device] = pad(flags, (0, 0, 0, more, 0, more))
+
+
+class Leftovers:
+    """Gradients that no step has used before an update, with the scale that they have."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    def collect(
+        self,
+        optimizers: Iterable[tuple[torch.optim.Optimizer, bool]],
+        iteration: Iteration,
+        scales: Scales,
+    ) -> None:
+        """Before the scales are updated: look for gradients in optimizers without a step.
+
+        Args:
+            optimizers: those that are known, and whether they had a step.
+        """
+        for optimizer, stepped in optimizers:
+            result = iteration.passes.get(id(optimizer))
+            for param in parameters(optimizer):
+                if stepped or not has_gradient(param):
+                    self._of.pop(id(param), None)
+                elif id(param) not in self._of:
+                    scale = scales.values[iteration.group_of(param)].clone()
+                    if result is not None and result.unscaled:
+                        scale.fill_(1.0)
+                    self._of[id(param)] = (weakref.ref(param), scale)
+
+    def mixes(self, param: Tensor, scale: Tensor) -> bool:
+        """Whether a gradient with ``scale`` would be added to one with another scale.
+
+        Waits for the device, but only where there is a gradient from before.
+        """
+        entry = self._of.get(id(param))
+        if entry is None or entry[0]() is not param:
+            return False
+        if not has_gradient(param):
+            del self._of[id(param)]
+            return False
+        if bool(entry[1] == scale):
+            return False
+        if param.grad is None or bool((_values(param.grad) != 0).any()):
+            return True
+        del self._of[id(param)]  # zeros have any scale
+        return False
+
+
+def _values(grad: Tensor) -> Tensor:
+    return grad._values() if grad.layout == torch.sparse_coo else grad

@@ -1,0 +1,397 @@
+"""`GradScaler`: loss scaling with a scale for each group of parameters."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from fastemb import _row_queue
+from fastemb.amp._checking import CheckingScaler
+from fastemb.amp._gradients import Pass, has_gradient, parameters
+from fastemb.amp._graph import walk
+from fastemb.amp._groups import ROOT, check_config
+from fastemb.amp._iteration import Iteration
+from fastemb.optim._base import RowOptimizer
+from fastemb.optim.clip import clip_grad_norm_
+
+__all__ = ["GradScaler"]
+
+_OP = "GradScaler"
+
+
+class GradScaler(CheckingScaler):
+    """`torch.amp.GradScaler` with scale groups, statistics and no wait for the device.
+
+    Same methods, same use, and as long as no group is declared the same bits. On top of torch's:
+
+    - a group of parameters can have a scale of its own, which an overflow elsewhere leaves alone:
+      what lies behind a `BoundaryLinear` (after `register`) or behind `boundary`;
+    - sparse gradients are summed before they are checked, gradients that share memory are unscaled
+      once, and fp16 gradients are taken;
+    - `step` only reads the gradients of optimizers of `fastemb.optim`, which unscale them on the
+      way; `clip_grad_norm_` adds no pass over memory to that;
+    - the scale never becomes 0; statistics (`stats`), and an alarm after many skipped iterations.
+
+    Args:
+        device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in
+            `torch.amp.GradScaler`; those of the root, the scale of the loss.
+        groups: scale groups by name, each a `GroupConfig` or a dict of its attributes. A group that
+            is not here and that a boundary names has the default configuration.
+        skip: what an overflow throws away. "optimizer": the step of every optimizer with a
+            parameter in a group with an overflow; "group": the update of the parameters of such
+            groups (optimizers of `fastemb.optim` only); "all": the steps of all optimizers that
+            the scaler knows (from `register`, or an earlier `step`), whose gradients must be
+            complete before the first `step`.
+        min_scale, max_scale: limits of the root, by default 2**-126 and none.
+        hysteresis: consecutive iterations with an overflow after which the root backs off.
+        max_consecutive_skips: iterations with an overflow in one group before the alarm.
+        alarm: "warn", or "raise" (from `update`).
+        mode: "guard": the scale stays 1. What remains is to skip, to count and to clip. For
+            bfloat16 and float32, whose smallest number is 2**-133 or below: there is nothing that
+            a scale would save from underflow, but a bad batch must not reach the weights all the
+            same.
+        process_group: processes that agree on what to skip, by one all_reduce for each optimizer;
+            `DistributedDataParallel` agrees through its gradients only, not through row gradients
+            and boundaries. All processes must make the same calls. Pickle leaves it out.
+
+    With groups, all scales and factors must be powers of two, which unscale without rounding.
+
+    Raises:
+        ValueError: an argument out of its range, by name.
+    """
+
+    # ---- the loss ----
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a loss, or any nesting of iterables of losses, by the scale of the root.
+
+        While there are groups, this goes through the graph to find which parameters are in one.
+
+        Raises:
+            RuntimeError: a parameter or a boundary that is reached through two groups, by name; a
+                parameter whose gradient was made before an `update` that changed its scale, and has
+                not been used or cleared.
+        """
+        if not self._enabled:
+            return outputs
+        grouped = len(self._groups) > 1
+        if grouped or self._leftovers:
+            outputs = _lists(outputs)
+        scaled = super().scale(outputs)
+        iteration, scales = self._iteration, self._scales
+        iteration.scaled = True
+        if not grouped:
+            iteration.unwalked = True
+        if scales is None or not (grouped or self._leftovers):
+            return scaled
+
+        def leaf(param: Tensor, group: int) -> None:
+            if grouped:
+                iteration.enter(param, group, self._two_groups)
+            if self._leftovers.mixes(param, scales.values[group]):
+                raise RuntimeError(
+                    f"{_OP}: {self._registry.name_of(param)} has a gradient from before an "
+                    "update(), with another scale than this loss, which would be added to it; call "
+                    "update() after the last backward of an accumulation, or zero_grad()"
+                )
+
+        walk(_tensors(outputs), self._enter if grouped else None, leaf)
+        return scaled
+
+    def _two_groups(self, param: Tensor, one: int, other: int) -> str:
+        names = self.group_names
+        return (
+            f"{_OP}: {self._registry.name_of(param)} is reached through the groups {names[one]!r} "
+            f"and {names[other]!r}, whose gradients have different scales, so their sum cannot be "
+            "unscaled; put all its uses behind boundaries of one group"
+        )
+
+    # ---- gradients ----
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients of an optimizer by their scale, in place, and check them.
+
+        For those who read or change gradients before `step` (to clip them there is
+        `clip_grad_norm_`); otherwise it is not needed, and for optimizers of `fastemb.optim` it
+        costs a pass over memory. fp16 gradients become FP32 ones for those, and are rounded to
+        fp16, with a warning, for others. Repeated rows of sparse gradients are summed, on the CPU.
+        Does not wait for the device.
+
+        Raises:
+            RuntimeError: called twice since the last `update`, or after `step`.
+        """
+        if not self._enabled:
+            return
+        self._check_scale_growth_tracker("unscale_")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.UNSCALED:
+            raise RuntimeError(
+                "unscale_() has already been called on this optimizer since the last update()."
+            )
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("unscale_() is being called after step().")
+        result = self._examine(optimizer, "unscale_", unscale=True)
+        self._tell_torch(optimizer, result)
+        state["stage"] = OptState.UNSCALED
+
+    def clip_grad_norm_(
+        self, optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        """Clip the gradients of an optimizer by their unscaled norm, before `step`.
+
+        In place of ``unscale_`` and ``torch.nn.utils.clip_grad_norm_``. With an optimizer of
+        `fastemb.optim` and ``norm_type`` 2, the norm comes from the pass that checks the gradients,
+        and the step multiplies by the coefficient: gradients are read twice and never written.
+        Otherwise they are unscaled and clipped in place by `fastemb.optim.clip_grad_norm_`.
+
+        Args:
+            optimizer: the owner of the gradients; once for each of its steps.
+            max_norm: largest norm that stays as it is.
+            norm_type: p of the p-norm.
+
+        Returns:
+            The norm before clipping, [] float32. Where it is not finite, `step` will be skipped.
+            With ``skip="group"`` it is that of the groups without an overflow.
+
+        Raises:
+            RuntimeError: after `step`.
+            ValueError: ``skip="group"`` and another norm or an optimizer that is not of
+                `fastemb.optim`: one group that is not finite would reach all others.
+        """
+        if not self._enabled:
+            return clip_grad_norm_(parameters(optimizer), max_norm, norm_type)
+        self._check_scale_growth_tracker("clip_grad_norm_")
+        stage = self._per_optimizer_states[id(optimizer)]["stage"]
+        if stage is OptState.STEPPED:
+            raise RuntimeError("clip_grad_norm_() is being called after step().")
+        fused = isinstance(optimizer, RowOptimizer) and float(norm_type) == 2.0
+        by_group = self._skip == "group" and len(self._groups) > 1
+        if by_group and not fused:
+            raise ValueError(
+                f"{_OP}.clip_grad_norm_: with skip='group' norm_type must be 2 and the optimizer "
+                f"one of fastemb.optim, got {norm_type!r} and {type(optimizer).__name__}"
+            )
+        if not by_group and (stage is OptState.UNSCALED or not fused):
+            if stage is not OptState.UNSCALED:
+                self.unscale_(optimizer)
+            return clip_grad_norm_(parameters(optimizer), max_norm, norm_type)
+        result = self._examine(optimizer, "clip_grad_norm_", norm=True)
+        norm = self._norm(result, finite_only=by_group)
+        result.clip = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)
+        return norm.float()
+
+    # ---- the step ----
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Unless gradients overflowed, unscale them and call ``optimizer.step(*args, **kwargs)``.
+
+        A skipped step leaves parameters, optimizer states and step counters as they are, bit for
+        bit. Optimizers of `fastemb.optim`, and those of torch with ``fused=True``, decide that on
+        the device; for all others this waits for it. Without any gradient the step does nothing
+        and counts as nothing.
+
+        Raises:
+            RuntimeError: a second step since the last `update`; a ``closure``; ``skip="group"``
+                with an optimizer that is not of `fastemb.optim` while there are groups.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        if "closure" in kwargs:
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        self._check_scale_growth_tracker("step")
+        scales, iteration = self._scales, self._iteration
+        assert scales is not None
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+
+        ours = isinstance(optimizer, RowOptimizer)
+        grouped = len(scales) > 1
+        on_device = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if self._skip == "group" and grouped and not ours:
+            raise RuntimeError(
+                f"{_OP}: skip='group' needs an optimizer of fastemb.optim, which can leave out "
+                f"parameters on the device; {type(optimizer).__name__} is none"
+            )
+        if on_device and not ours and "grad_scaler" in inspect.signature(optimizer.step).parameters:
+            return super().step(optimizer, *args, **kwargs)  # torch's contract of old
+
+        if state["stage"] is OptState.READY and (not on_device or (grouped and not ours)):
+            self.unscale_(optimizer)
+        result = iteration.passes.get(id(optimizer)) or self._examine(optimizer, "step")
+        skip, skip_groups = self._to_skip(optimizer)
+        result = iteration.passes[id(optimizer)]
+        self._tell_torch(optimizer, result)
+        returned = None
+        try:
+            if isinstance(optimizer, RowOptimizer):
+                self._hand_over(optimizer, result, skip, skip_groups)
+            elif on_device:
+                self._announce(optimizer, result, skip)
+            if on_device or not bool(skip):
+                returned = optimizer.step(*args, **kwargs)
+        finally:
+            for name in ("grad_scale", "found_inf", "_param_scaling", "_clip_coefficient"):
+                vars(optimizer).pop(name, None)
+        state["stage"] = OptState.STEPPED
+        self._verdicts[id(optimizer)] = (weakref.ref(optimizer), skip)
+        return returned
+
+    def _announce(self, optimizer: Any, result: Pass, skip: Tensor) -> None:
+        """torch's contract with optimizers that unscale and skip by themselves."""
+        if result.unscaled:
+            # None, unless somebody has set it: then that has yet to be divided by.
+            optimizer.grad_scale = getattr(optimizer, "grad_scale", None)
+        else:
+            scale = None if self._guard else self._get_scale_async()
+            if scale is not None:
+                scale = scale * getattr(optimizer, "grad_scale", 1)
+            optimizer.grad_scale = scale
+        optimizer.found_inf = skip
+
+    def _hand_over(
+        self, optimizer: RowOptimizer, result: Pass, skip: Tensor, skip_groups: Tensor
+    ) -> None:
+        """The same for optimizers of `fastemb.optim`, which take parameters one by one."""
+        self._announce(optimizer, result, skip)
+        optimizer._clip_coefficient = result.clip
+        scales = self._scales
+        assert scales is not None
+        grouped = len(scales) > 1
+        flags = skip_groups.unbind() if self._skip == "group" else (skip,) * len(scales)
+        scaling = {}
+        for param in parameters(optimizer):
+            if has_gradient(param) and (grouped or _row_queue.waiting(param) is not None):
+                group = self._iteration.group_of(param)
+                inverse = None if result.unscaled else scales.inverse(group, param.device)
+                scaling[param] = (inverse, flags[group])
+        optimizer._param_scaling = scaling
+
+    def step_was_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the last `step` of an optimizer was skipped, for learning rate schedulers.
+
+        With ``skip="group"``: whether all its parameters were left out. Waits for the device.
+
+        Raises:
+            RuntimeError: there was no step yet.
+        """
+        if not self._enabled:
+            return False
+        reference, skipped = self._verdicts.get(id(optimizer), (None, False))
+        if reference is None or reference() is not optimizer:
+            raise RuntimeError(f"{_OP}: step() was never called with this optimizer")
+        return bool(skipped)
+
+    # ---- the scale ----
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Move the scale of every group, once all optimizers had their `step`.
+
+        A group backs off where a gradient became not finite in it: one of its parameters, one at
+        its boundary, or one that left it through a further boundary, unless what came into the
+        group was not finite already. Does not wait for the device.
+
+        Args:
+            new_scale: the new scale of the root, as in torch; other groups stay as they are.
+
+        Raises:
+            AssertionError: no `step` or `unscale_` since the last one.
+            RuntimeError: with ``alarm="raise"``, after too many skipped iterations.
+            ValueError: a new scale that is no power of two where there are groups, or with
+                ``mode="guard"``.
+        """
+        if not self._enabled:
+            return
+        self._check_scale_growth_tracker("update")
+        scales, iteration = self._scales, self._iteration
+        assert scales is not None
+        stages = {k: s["stage"] for k, s in self._per_optimizer_states.items()}
+        if new_scale is None and not any(s is not OptState.READY for s in stages.values()):
+            raise AssertionError("No inf checks were recorded prior to update.")
+        self._leftovers.collect(
+            ((o, stages.get(id(o)) is OptState.STEPPED) for o in self._registry.optimizers()),
+            iteration,
+            scales,
+        )
+        before = scales.values.clone()
+        blamed = iteration.blamed(scales)
+        if new_scale is not None:
+            self._set_scale(new_scale)
+        elif any(result.groups for result in iteration.passes.values()):
+            self._steps += 1
+            scales.configure(ROOT, self._root_config())
+            if len(scales) > 1 and not self._guard:
+                check_config(_OP, self._root_config(), exact=True)
+            scales.update(blamed, iteration.present)
+            self._statistics.record(
+                self._steps,
+                self.group_names,
+                [counted for result in iteration.passes.values() for counted in result.stats],
+                iteration.named_stats(scales.device),
+                before,
+                scales.states,
+                blamed,
+            )
+        self._per_optimizer_states.clear()
+        self._iteration = Iteration(iteration.number + 1)
+        self._statistics.read()
+
+    def _set_scale(self, new_scale: float | Tensor) -> None:
+        if self._guard:
+            raise ValueError(f"{_OP}: update() takes no new_scale with mode='guard'")
+        if isinstance(new_scale, int):
+            new_scale = float(new_scale)
+        if isinstance(new_scale, float) and len(self._groups) > 1:
+            check_config(
+                f"{_OP}.update", replace(self._root_config(), init_scale=new_scale), exact=True
+            )
+        super().update(new_scale)
+        assert self._scales is not None
+        self._scales.forget()
+
+    def stats(self, *, wait: bool = False) -> dict[str, Any]:
+        """Numbers of the last iteration that have arrived from the device, all plain.
+
+        On a device that is an earlier one than the last; "step" tells which.
+
+        Args:
+            wait: wait for those of the last `update`.
+
+        Returns:
+            "step", how many updates there were. "groups": of each the "scale" in that iteration,
+            "found_inf" (whether it is to blame for an overflow), "skips" (consecutive iterations
+            with one), "growth_tracker" and "overflows", and the counts of its gradients.
+            "gradients": by parameter, its "group" and counts; repeated rows of a sparse gradient
+            are summed before. "boundaries": counts of what has passed, by module or group.
+
+            Counts are "elements", of which "zeros" are 0, "tiny" have an unscaled magnitude below
+            2**-24 (fp16 would flush them without a scale), "flushed" at most 2**-25 and
+            "subnormal" below 2**-14 as they are scaled, "infinite", "nan", and "largest", the
+            largest finite unscaled magnitude.
+
+        A gradient that went through fp16 before shows "zeros" in place of "flushed" ones.
+        """
+        return self._statistics.latest(wait=wait)
+
+
+def _lists(outputs: Any) -> Any:
+    """Iterables that can be gone through once, as lists."""
+    if isinstance(outputs, Tensor) or not isinstance(outputs, Iterable):
+        return outputs
+    items = [_lists(item) for item in outputs]
+    return tuple(items) if isinstance(outputs, tuple) else items
+
+
+def _tensors(outputs: Any) -> Iterator[Tensor]:
+    if isinstance(outputs, Tensor):
+        yield outputs
+    else:
+        for item in outputs:
+            yield from _tensors(item)

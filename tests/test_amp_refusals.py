@@ -1,0 +1,118 @@
+"""What `fastemb.amp.GradScaler` refuses: mixed scales, unscaled losses, arguments."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from amp_cases import IDS, group_scales, scaled
+from torch import nn
+
+from fastemb import optim
+from fastemb.amp import GradScaler, GroupConfig
+
+
+def test_a_tied_table_is_refused_by_name() -> None:
+    scaler, model = scaled()
+    model.aux_table.weight = model.main_table.weight
+    with pytest.raises(RuntimeError, match=r"main_table.weight is reached .* 'root' .* 'aux'|"
+                       r"main_table.weight is reached .* 'aux' .* 'root'"):  # fmt: skip
+        scaler.scale(model(IDS))
+    scaler = GradScaler("cpu")
+    uses = [scaler.boundary(t(IDS), "aux") for t in (model.main_table, model.aux_table)]
+    scaler.scale((uses[0] * uses[1]).sum()).backward()  # all of them in one group
+
+
+def test_two_towers_that_share_a_table() -> None:
+    for groups in (("user", "user"), ("user", "item")):
+        scaler = GradScaler("cpu")
+        table = nn.Embedding(4, 2)
+        towers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+        outputs = [
+            scaler.boundary(tower(table(IDS % 4)), group)
+            for tower, group in zip(towers, groups, strict=True)
+        ]
+        loss = (outputs[0] * outputs[1]).sum()
+        if groups[0] == groups[1]:
+            scaler.scale(loss).backward()
+        else:
+            with pytest.raises(RuntimeError, match=r"parameter 0 of shape \(4, 2\) is reached"):
+                scaler.scale(loss)
+
+
+def test_two_losses_in_one_iteration() -> None:
+    """The second reaches through a boundary what the first has reached without."""
+    for declared in (True, False):
+        groups = {"aux": GroupConfig()} if declared else None
+        scaler = GradScaler("cpu", groups=groups)
+        layer = nn.Linear(2, 1)
+        x = torch.ones(1, 2)
+        scaler.scale(layer(x).sum()).backward()
+        with pytest.raises(RuntimeError, match="reached through the groups 'root' and 'aux'"):
+            scaler.scale(scaler.boundary(layer(x), "aux").sum())
+
+
+def test_a_boundary_that_two_groups_share() -> None:
+    scaler = GradScaler("cpu")
+    p = nn.Parameter(torch.ones(1))
+    inner = scaler.boundary(p * 2, "inner")
+    with pytest.raises(RuntimeError, match=r"the boundary of group 'inner' \(inner\) is reached"):
+        scaler.scale((inner + scaler.boundary(inner * 1, "outer")).sum())
+
+
+def test_a_loss_that_was_not_scaled() -> None:
+    scaler, model = scaled()
+    with pytest.raises(RuntimeError, match=r"group 'aux' \(aux\) from a loss that did not go"):
+        model(IDS).backward()
+    loss = model(IDS)
+    scaler.scale(loss).backward(retain_graph=True)
+    scaler.step(optim.SGD(model.parameters()))
+    scaler.update()
+    with pytest.raises(RuntimeError, match=r"did not go through scaler\.scale"):
+        loss.backward()
+
+
+def test_a_boundary_of_another_scaler() -> None:
+    _, model = scaled()
+    with pytest.raises(RuntimeError, match="the boundary aux belongs to another GradScaler"):
+        GradScaler("cpu", groups={"x": {}}).scale(model(IDS))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"init_scale": 3.0}, "init_scale must be a power of two"),
+        ({"growth_factor": 1.5}, "growth_factor must be a power of two"),
+        ({"backoff_factor": 0.6}, "backoff_factor must be a power of two"),
+        ({"min_scale": 0.3}, "min_scale must be a power of two"),
+        ({"max_scale": 70000.0}, "max_scale must be a power of two"),
+    ],
+)
+def test_powers_of_two(options: dict[str, float], match: str) -> None:
+    GradScaler("cpu", **options)
+    with pytest.raises(ValueError, match=f"^GradScaler: {match}"):
+        GradScaler("cpu", **options, groups={"aux": {}})
+    with pytest.raises(ValueError, match=rf"^GradScaler: groups\['aux'\]: {match}"):
+        GradScaler("cpu", groups={"aux": options})
+    p = nn.Parameter(torch.ones(1))
+    with pytest.raises(ValueError, match=match):
+        GradScaler("cpu", **options).boundary(p, "aux")
+
+
+def test_other_arguments_of_groups() -> None:
+    for groups, match in (
+        ({"root": {}}, "a group must have a name other than 'root'"),
+        ({"": {}}, "a group must have a name"),
+        ({"aux": {"scale": 1.0}}, "has scale; it can have init_scale, growth_factor"),
+        ({"aux": {"growth_factor": 1.0}}, "growth_factor must be > 1"),
+        ({"aux": {"init_scale": 0.5}}, "init_scale must be between min_scale"),
+        ({"aux": {"hysteresis": 1.5}}, "hysteresis must be an int >= 1"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            GradScaler("cpu", groups=groups)
+    scaler = GradScaler("cpu", groups={"aux": {}})
+    scaler.scale(torch.ones(()))
+    with pytest.raises(ValueError, match="init_scale must be a power of two"):
+        scaler.update(3.0)
+    scaler.update(4.0)
+    assert group_scales(scaler) == {"root": 4.0, "aux": 2.0**16}
+    assert scaler.group_names == ["root", "aux"]
