@@ -30,6 +30,7 @@ bench: $(STAMP)-demo install
 	$(BIN)/pip install --quiet --no-deps -r requirements/bench.txt
 	$(BIN)/python bench/embedding_bag.py
 	$(BIN)/python bench/optim.py
+	$(BIN)/python bench/grad_scale.py
 
 # On a machine with a GPU, with its own Python and torch; installs into the current environment.
 gpu-check:

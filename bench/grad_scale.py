@@ -5,10 +5,10 @@
 
 ``rows``: row gradients of one table, [409,600, 64], coalesced; ours in one pass with statistics,
 torch's is `torch._amp_foreach_non_finite_check_and_unscale_`. ``fp16 rows``: the same with repeated
-rows in float16, which torch has to coalesce first, and what torch needs for that. ``step``: unscale,
-clip and Adam step of one fp32 parameter of 50 M elements: torch's `unscale_`, `clip_grad_norm_` and
-fused Adam, ours `fastemb.amp.GradScaler.clip_grad_norm_` and `fastemb.optim.Adam`. Bytes: gradients
-read and written once.
+rows in float16, which torch has to coalesce first. ``step``: unscale, clip and Adam step of one
+fp32 parameter of 50 M elements: torch's `unscale_`, `clip_grad_norm_` and fused Adam, ours
+`fastemb.amp.GradScaler.clip_grad_norm_` and `fastemb.optim.Adam`. Bytes: gradients read and
+written once; for the step 32 for each element.
 """
 
 from __future__ import annotations

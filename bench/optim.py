@@ -5,10 +5,10 @@
     python bench/optim.py --out FILE      also write the tables
 
 Sparse cells: one table of 1e6 rows, 4096 bags; ``train`` is forward + backward + step with
-``sparse=True``, ``train fused`` the same with ``sparse="fused"`` (against the peer of ``train``), and
-``step`` the step alone on the gradient of one batch. torch is measured as a user has it and, in a process of its
-own, on huge pages with an allocator that keeps its pages. Bytes of a step: row numbers and
-gradients read once, parameter and moments of each touched row read and written once.
+``sparse=True``, ``train fused`` the same with ``sparse="fused"`` (against the same peer), and
+``step`` the step alone on the gradient of one batch. torch is measured as a user has it and, in a
+process of its own, on huge pages with an allocator that keeps its pages. Bytes of a step: row
+numbers and gradients read once, parameter and moments of each touched row read and written once.
 """
 
 from __future__ import annotations
@@ -121,6 +121,7 @@ def rowwise_adagrad(cell: Cell, seconds: float) -> dict[str, Any] | None:
         pooling_mode=PoolingMode.SUM,
     )
     peer.init_embedding_weights_uniform(-0.01, 0.01)
+
     def train_peer() -> None:
         indices, offsets = next(turns)
         peer(indices, torch.cat([offsets, offsets.new_tensor([indices.numel()])])).backward(grad)

@@ -323,9 +323,9 @@ struct RowGradCheck {
 inline constexpr int64_t kSquareChunk = 1 << 13;
 constexpr int64_t grad_check_scratch(int64_t numel) { return numel / kSquareChunk + 1; }
 
-// The gradient that passes a boundary between two scale groups: output = ratio * grad in float (double for f64), rounded
-// to nearest. flags[0] = 1 where an element of grad is not finite, flags[1] = 1 where one of output is not and that of
-// grad is. Statistics are those of grad, with inv_scale.
+// The gradient that passes a boundary between two scale groups: output = ratio * grad in float (double for f64),
+// rounded to nearest. flags[0] = 1 where an element of grad is not finite, flags[1] = 1 where one of output is not and
+// that of grad is. Statistics are those of grad, with inv_scale.
 struct BoundaryGradient {
   const void* grad;  // [numel] grad_type
   DType grad_type;
