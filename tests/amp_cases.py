@@ -54,5 +54,4 @@ def backward(scaler: GradScaler, model: nn.Module, **bad: float) -> None:
 
 
 def group_scales(scaler: GradScaler) -> dict[str, float]:
-    groups = scaler.state_dict()["fastemb"]["groups"]
-    return {name: group["scale"] for name, group in groups.items()}
+    return {name: scaler.get_scale(name) for name in scaler.group_names}

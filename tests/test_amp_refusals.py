@@ -116,3 +116,11 @@ def test_other_arguments_of_groups() -> None:
     scaler.update(4.0)
     assert group_scales(scaler) == {"root": 4.0, "aux": 2.0**16}
     assert scaler.group_names == ["root", "aux"]
+
+
+def test_get_scale_names_the_groups() -> None:
+    scaler = GradScaler("cpu", groups={"aux": {"init_scale": 8.0}})
+    assert scaler.get_scale("aux") == 8.0
+    assert scaler.get_scale() == scaler.get_scale("root") == 2.0**16
+    with pytest.raises(ValueError, match="group must be one of root, aux, got 'main'"):
+        scaler.get_scale("main")

@@ -24,13 +24,12 @@ REVIEWS_NEEDS = {
 MISSING = [pip for pip, name in REVIEWS_NEEDS.items() if importlib.util.find_spec(name) is None]
 
 
-@pytest.fixture(scope="module")
-def reviews(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """What `reviews.py --quick` prints, and the figure it saves."""
+def run_quickly(name: str, folder: Path) -> tuple[str, Path]:
+    """What an example prints with `--quick`, and the figure it saves."""
     if MISSING:
         pytest.skip(f"the extras of the demo are not installed: {', '.join(MISSING)}")
-    figure = tmp_path_factory.mktemp("reviews") / "made" / "reviews.png"
-    command = [sys.executable, str(EXAMPLES / "reviews.py"), "--quick", "--out", str(figure)]
+    figure = folder / "made" / f"{name}.png"
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--quick", "--out", str(figure)]
     done = subprocess.run(
         [*command, "--threads", "1"], capture_output=True, text=True, timeout=240, check=False
     )
@@ -38,39 +37,64 @@ def reviews(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     return done.stdout, figure
 
 
-def row(output: str, name: str) -> list[float]:
-    """The numbers of one line of the table, one per run."""
-    (line,) = re.findall(rf"^{re.escape(name)}  +(.*)$", output, re.MULTILINE)
-    return [math.nan if cell == "-" else float(cell.rstrip("%")) for cell in line.split()]
+@pytest.fixture(scope="module")
+def reviews(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    return run_quickly("reviews", tmp_path_factory.mktemp("reviews"))
 
 
-@pytest.mark.timeout(300)
-def test_reviews_saves_a_figure(reviews: tuple[str, Path]) -> None:
-    header = reviews[1].read_bytes()[:24]
+@pytest.fixture(scope="module")
+def two_heads(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    return run_quickly("two_heads", tmp_path_factory.mktemp("two_heads"))
+
+
+def check_figure(path: Path) -> None:
+    header = path.read_bytes()[:24]
     assert header[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = (int.from_bytes(header[i : i + 4], "big") for i in (16, 20))
     assert width > 1000
     assert height > 300
 
 
+def row(output: str, name: str) -> list[float]:
+    """The numbers of one line of the table, one per run."""
+    (line,) = re.findall(rf"^{re.escape(name)}  +(.*)$", output, re.MULTILINE)
+    return [math.nan if cell == "-" else number(cell) for cell in line.split()]
+
+
+def number(cell: str) -> float:
+    """ "5.94%" and "2^-9" among others."""
+    base, power, exponent = cell.rstrip("%").partition("^")
+    return float(base) ** float(exponent) if power else float(base)
+
+
+@pytest.mark.timeout(300)
+def test_reviews_saves_a_figure(reviews: tuple[str, Path]) -> None:
+    check_figure(reviews[1])
+
+
 @pytest.mark.timeout(300)
 def test_reviews_keeps_the_gradients_of_rare_ids(reviews: tuple[str, Path]) -> None:
-    fp32, fp16, fastemb, lean, _, exact = row(
+    fp32, fp16, fastemb, lean, _, exact, torch_amp, fastemb_amp = row(
         reviews[0], "gradients exactly 0, ids seen <= 5 times"
     )
     assert fp16 > 1.0, "torch flushes none here: the example no longer shows what it is about"
     assert fastemb == lean == exact == fp32 == 0.0
+    assert torch_amp == fastemb_amp == 0.0, "a healthy scale keeps them, whoever scales"
 
 
 @pytest.mark.timeout(300)
 def test_reviews_trains_as_fp32_does(reviews: tuple[str, Path]) -> None:
-    fp32, _, fastemb, lean, dense, exact = row(reviews[0], "AUC")
+    fp32, _, fastemb, lean, dense, exact, torch_amp, fastemb_amp = row(reviews[0], "AUC")
     assert fp32 > 0.6
     assert fastemb == pytest.approx(fp32, abs=2e-3)
     assert lean == pytest.approx(fp32, abs=5e-3)
     assert exact == pytest.approx(dense, abs=2e-3)
-    _, fp16, fastemb, _, _, exact = row(reviews[0], "rows of rare ids, distance from torch's fp32")
-    assert max(fastemb, exact) < fp16 / 2
+    assert torch_amp == pytest.approx(fp32, abs=2e-3)
+    assert fastemb_amp == pytest.approx(fp32, abs=2e-3)
+    _, fp16, fastemb, _, _, exact, _, amp = row(
+        reviews[0], "rows of rare ids, distance from torch's fp32"
+    )
+    assert max(fastemb, exact, amp) < fp16 / 2
 
 
 @pytest.mark.timeout(300)
@@ -83,3 +107,35 @@ def test_reviews_saves_memory(reviews: tuple[str, Path]) -> None:
 def test_reviews_says_what_torch_does(reviews: tuple[str, Path]) -> None:
     assert re.search(r"fp16, SparseAdam +step 1 leaves inf or NaN", reviews[0])
     assert re.search(r"fp16, SGD \+ GradScaler +ValueError", reviews[0])
+
+
+@pytest.mark.timeout(300)
+def test_two_heads_saves_a_figure(two_heads: tuple[str, Path]) -> None:
+    check_figure(two_heads[1])
+
+
+@pytest.mark.timeout(300)
+def test_two_heads_keeps_the_gradients_of_the_light_head(two_heads: tuple[str, Path]) -> None:
+    fp32, theirs, floor, own, theirs_filled, own_filled = row(
+        two_heads[0], "gradients exactly 0, auxiliary table"
+    )
+    assert min(theirs, floor) > 5.0, "nothing is lost: the example no longer shows its point"
+    assert fp32 == own == 0.0
+    assert theirs_filled == own_filled == 0.0, "a healthy scale loses none"
+    _, theirs, floor, own, theirs_filled, own_filled = row(
+        two_heads[0], "scale of the auxiliary head"
+    )
+    assert theirs < floor == 1.0
+    assert own == theirs_filled == own_filled == 2.0**16
+    (fp32, *others) = row(two_heads[0], "steps skipped")
+    assert others == [fp32, fp32, fp32, 0, 0]
+    assert fp32 > 0
+
+
+@pytest.mark.timeout(300)
+def test_two_heads_trains_as_fp32_does(two_heads: tuple[str, Path]) -> None:
+    for head in ("AUC, recommended (main head)", "AUC, helpful (weight 1e-4)"):
+        fp32, _, _, own, theirs_filled, own_filled = row(two_heads[0], head)
+        assert own == pytest.approx(fp32, abs=2e-3)
+        assert own_filled == pytest.approx(theirs_filled, abs=5e-4)
+    assert "makes no difference: 0.0000 and 0.0000" in two_heads[0]

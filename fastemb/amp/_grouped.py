@@ -265,6 +265,22 @@ class GroupedScaler(torch.amp.GradScaler):
         state["fastemb"] = {"version": 1, "groups": groups}
         return state
 
+    def get_scale(self, group: str = ROOT_NAME) -> float:
+        """The scale of a group, by default the root's; 1 where scaling is disabled.
+
+        Waits for the device.
+
+        Raises:
+            ValueError: a name that no group has.
+        """
+        if group == ROOT_NAME:
+            return super().get_scale()
+        if group not in self.group_names:
+            raise ValueError(
+                f"{_OP}: group must be one of {', '.join(self.group_names)}, got {group!r}"
+            )
+        return next(g.scale for g in self._current_groups() if g.name == group)
+
     def _current_groups(self) -> list[Group]:
         """The groups as they are on the device."""
         if self._scales is None:
