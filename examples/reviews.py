@@ -196,8 +196,9 @@ class Run:
 
     def current_scales(self) -> tuple[float, float]:
         root = self.scaler.get_scale()
-        ours = isinstance(self.scaler, fastemb.amp.GradScaler)
-        return root, self.scaler.get_scale("embedding") if ours else root
+        if "embedding" not in getattr(self.scaler, "group_names", ()):
+            return root, root
+        return root, self.scaler.get_scale("embedding")
 
     def look_at_gradients(self) -> None:
         """Count the gradients of the last step."""

@@ -177,10 +177,12 @@ class RowQueue:
 
     Attributes:
         table: how errors call it.
+        consumer: the optimizer that took what waited last, until a backward or zero_grad().
     """
 
     def __init__(self, weight: Tensor, table: str) -> None:
         self.table = named(weight, table)
+        self.consumer: weakref.ref[torch.optim.Optimizer] | None = None
         self._weight = weakref.ref(weight, partial(_forget, id(weight)))
         self._parts: list[QueuedRows] = []
         self._lock = Lock()
@@ -190,6 +192,7 @@ class RowQueue:
 
     def append(self, part: QueuedRows) -> None:
         with self._lock:
+            self.consumer = None
             self._parts.append(part)
             if len(self._parts) > _MOST_PARTS:
                 self.check_unchanged()
@@ -221,14 +224,16 @@ class RowQueue:
         with self._lock:
             self._parts = [part]
 
-    def consume(self, part: QueuedRows) -> None:
+    def consume(self, part: QueuedRows, optimizer: torch.optim.Optimizer) -> None:
         """Forget what `merged` has returned, and nothing that came later."""
         with self._lock:
             self._parts = [p for p in self._parts if p is not part]
+            self.consumer = weakref.ref(optimizer)
 
     def clear(self) -> None:
         with self._lock:
             self._parts = []
+            self.consumer = None
 
     @staticmethod
     def _here(part: QueuedRows) -> QueuedRows:
@@ -261,6 +266,20 @@ def append(weight: Tensor, table: str, part: QueuedRows) -> None:
         if queue is None:
             queue = _QUEUES[id(weight)] = RowQueue(weight, table)
     queue.append(part)
+
+
+def check_not_consumed(optimizer: torch.optim.Optimizer, weight: Tensor) -> None:
+    """Raise `RuntimeError` where another optimizer has taken the gradient of ``weight``."""
+    queue = _QUEUES.get(id(weight))
+    if queue is None or queue or queue.consumer is None:
+        return
+    consumer = queue.consumer()
+    if consumer is not None and consumer is not optimizer:
+        raise RuntimeError(
+            f"{type(optimizer).__name__}: the step of another optimizer has consumed the gradient "
+            f"of {queue.table}, which has sparse='fused' (zero_grad() of an optimizer says that "
+            "nothing is wanted of it); use sparse=True for a table with two optimizers"
+        )
 
 
 def waiting(weight: Tensor | None) -> RowQueue | None:

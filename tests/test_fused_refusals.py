@@ -236,3 +236,17 @@ def test_changes_of_the_table_while_gradients_wait() -> None:
     fastemb.convert(module, sparse="fused")
     module["user"].zero_grad()
     assert module.half()["user"].weight.dtype == torch.float16
+
+
+def test_two_optimizers_of_one_table() -> None:
+    module = bag()
+    first, second = (optim.SGD(module.parameters(), lr=1.0) for _ in range(2))
+    module(IDS).sum().backward()
+    first.step()
+    before = module.weight.detach().clone()
+    with pytest.raises(RuntimeError, match="another optimizer has consumed .* table 'user'"):
+        second.step()
+    first.step()  # nothing waits, and nothing is missing
+    first.zero_grad()
+    second.step()
+    assert torch.equal(module.weight, before)

@@ -471,3 +471,20 @@ def test_states_are_on_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     states = {name: value for name, value in optimizer.state[p].items() if name != "step"}
     assert {value.data_ptr() for value in states.values()} == advised
     assert len(states) == 6
+
+
+@pytest.mark.parametrize("sparse", [True, "fused"])
+def test_a_bad_gradient_in_a_later_group_changes_nothing(sparse: Any) -> None:
+    table = fastemb.nn.Embedding(4, 2, sparse=sparse)
+    bad = nn.Parameter(torch.ones(2, 2))
+    optimizer = optim.SGD([{"params": [table.weight]}, {"params": [bad]}], lr=1.0)
+    table(torch.tensor([1])).sum().backward()
+    bad.grad = torch.ones(2, 2).to_sparse(2)
+    before = table.weight.detach().clone()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="1 sparse dimension"):
+            optimizer.step()
+    assert torch.equal(table.weight, before)
+    bad.grad = None
+    optimizer.step()
+    assert torch.equal(table.weight[1], before[1] - 1)

@@ -143,14 +143,15 @@ class RowOptimizer(StatefulOptimizer):
                 gradient whose rows are not contiguous.
             RuntimeError: ``differentiable=True`` and a gradient that torch's optimizers do not
                 take; a table with ``sparse="fused"`` that also has a ``.grad``, under a
-                `torch.amp.GradScaler`, or whose incoming gradients were changed since the backward.
+                `torch.amp.GradScaler`, whose incoming gradients were changed since the backward, or
+                whose gradient another optimizer has consumed. Nothing is changed then.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with torch.set_grad_enabled(self.defaults.get("differentiable", False)):
-            self._check_queues()
+            self._check_gradients()
             scaling = StepScaling(
                 getattr(self, "grad_scale", None),
                 getattr(self, "found_inf", None),
@@ -163,25 +164,37 @@ class RowOptimizer(StatefulOptimizer):
                 self._step_group(group, params, scaling)
         return loss
 
-    def _check_queues(self) -> None:
-        """Refuse queued gradients that cannot be applied, before anything is."""
-        op = type(self).__name__
+    def _check_gradients(self) -> None:
+        """Refuse gradients that cannot be applied, before any is."""
         for group in self.param_groups:
             for param in group["params"]:
                 queue = _row_queue.waiting(param)
-                if queue is None:
+                if queue is not None:
+                    self._check_queue(param, queue)
+                    sparse = True
+                elif param.grad is None:
+                    _row_queue.check_not_consumed(self, param)
                     continue
-                _row_queue.check_alone(op, param, queue)
-                queue.check_unchanged()
-                scaled = any(
-                    getattr(self, name, None) is not None for name in ("grad_scale", "found_inf")
-                )
-                if scaled and param not in (self._param_scaling or {}):
-                    raise RuntimeError(
-                        f"{op}: torch.amp.GradScaler sees no gradient of {queue.table}, which has "
-                        "sparse='fused', and cannot tell whether it overflowed; use sparse=True, "
-                        "or no scaler"
-                    )
+                else:
+                    sparse = param.grad.layout != torch.strided
+                    if sparse:
+                        check_sparse(type(self).__name__, param.grad)
+                sparse = sparse and group.get("decay") != "all"  # which makes it dense
+                state = self.state.get(param, {})
+                if sparse or not self._goes_through_torch(group, param, state):
+                    self._check_row_update(group, param, sparse)
+
+    def _check_queue(self, param: Tensor, queue: RowQueue) -> None:
+        op = type(self).__name__
+        _row_queue.check_alone(op, param, queue)
+        queue.check_unchanged()
+        scaled = any(getattr(self, name, None) is not None for name in ("grad_scale", "found_inf"))
+        if scaled and param not in (self._param_scaling or {}):
+            raise RuntimeError(
+                f"{op}: torch.amp.GradScaler sees no gradient of {queue.table}, which has "
+                "sparse='fused', and cannot tell whether it overflowed; use "
+                "fastemb.amp.GradScaler, or sparse=True"
+            )
 
     def _step_group(
         self, group: Options, params: Sequence[tuple[int, Tensor]], scaling: StepScaling
@@ -202,18 +215,14 @@ class RowOptimizer(StatefulOptimizer):
             if id(param) in TABLES:
                 release(self, param, state)
             update = Update(position, param, grad, state, scaling.of(param), queued)
-            if update.sparse:
-                if queued is None:
-                    check_sparse(type(self).__name__, grad)
-                if group.get("decay") == "all":
-                    update = update._replace(
-                        grad=dense_gradient(queued or grad, update.scaling.multiplier),
-                        scaling=Scaling(skip=update.scaling.skip),
-                        queued=None,
-                    )
+            if update.sparse and group.get("decay") == "all":
+                update = update._replace(
+                    grad=dense_gradient(queued or grad, update.scaling.multiplier),
+                    scaling=Scaling(skip=update.scaling.skip),
+                    queued=None,
+                )
             sparse = update.sparse
-            if sparse or not self._goes_through_torch(group, update):
-                self._check_row_update(group, update)
+            if sparse or not self._goes_through_torch(group, param, state):
                 self._prepare(param, group, state, sparse=sparse)
                 self._add_master(param, group, state)
                 rows.append(update)
@@ -249,11 +258,10 @@ class RowOptimizer(StatefulOptimizer):
         for update in rows:
             self._step_rows(group, update)
         for queue, part in consumed:  # also by a step that was skipped: a new backward follows
-            queue.consume(part)
+            queue.consume(part, self)
 
-    def _goes_through_torch(self, group: Options, update: Update) -> bool:
-        """Whether torch's own optimizer updates this dense gradient."""
-        param, state = update.param, update.state
+    def _goes_through_torch(self, group: Options, param: Tensor, state: State) -> bool:
+        """Whether torch's own optimizer updates the parameter by a dense gradient."""
         return (
             self._fused_operator is not None
             and param.dtype not in LOW_PRECISION
@@ -261,15 +269,14 @@ class RowOptimizer(StatefulOptimizer):
             and not self._keeps_rows(state)
         )
 
-    def _check_row_update(self, group: Options, update: Update) -> None:
+    def _check_row_update(self, group: Options, param: Tensor, sparse: bool) -> None:
         if group.get("differentiable"):
             raise RuntimeError(
                 f"{type(self).__name__}: differentiable=True takes dense gradients of float32 and "
-                f"float64 parameters only, got a {'sparse' if update.sparse else 'dense'} gradient "
-                f"of a {update.param.dtype} parameter"
+                f"float64 parameters only, got a {'sparse' if sparse else 'dense'} gradient "
+                f"of a {param.dtype} parameter"
             )
-        param = update.param
-        if update.sparse and param.dim() == 2 and not _has_rows(param):
+        if sparse and param.dim() == 2 and not _has_rows(param):
             raise self._error(
                 "a table with a sparse gradient must have contiguous rows, param.stride(1) == 1",
                 f"strides {param.stride()} for shape {tuple(param.shape)}",
