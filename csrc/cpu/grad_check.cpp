@@ -26,8 +26,10 @@ struct Bits<double> {
 
 FE_FUNCTION Vec<double> half_in_double(Vec<float> x, int half) {
 #if defined(__AVX512F__)
-  return (Vec<double>)_mm512_maskz_cvtps_pd(
-      0xff, half == 0 ? _mm512_castps512_ps256((__m512)x) : _mm512_maskz_extractf32x8_ps(0xff, (__m512)x, 1));
+  // Masked throughout: GCC 12 warns of what the others leave undefined.
+  const __m256 eight =
+      half == 0 ? _mm512_maskz_extractf32x8_ps(0xff, (__m512)x, 0) : _mm512_maskz_extractf32x8_ps(0xff, (__m512)x, 1);
+  return (Vec<double>)_mm512_maskz_cvtps_pd(0xff, eight);
 #elif defined(__AVX2__)
   return (Vec<double>)_mm256_cvtps_pd(half == 0 ? _mm256_castps256_ps128((__m256)x)
                                                 : _mm256_extractf128_ps((__m256)x, 1));
@@ -42,8 +44,7 @@ FE_FUNCTION Vec<double> half_in_double(Vec<float> x, int half) {
 
 template <typename V>
 FE_FUNCTION V larger_bits(V x, V y) {
-  const V mask = x > y;
-  return (mask & x) | (~mask & y);
+  return x > y ? x : y;
 }
 
 // What one thread has found. Masks of comparisons are -1 where they hold, hence the subtractions.
@@ -51,7 +52,7 @@ template <typename A, bool kStats, bool kSquares>
 struct Tally {
   using Int = typename Bits<A>::Int;
 
-  IntVec<A> most = {};  // bits of any value, scaled or unscaled: tells whether all are finite
+  IntVec<A> most = {};  // of bits of g, without statistics: g is not finite wherever x is not
   IntVec<A> zeros = {}, up_to_25 = {}, below_14 = {}, below_24 = {}, not_finite = {}, nan = {}, largest = {};
   Vec<double> squares[kSquareLanes / kLanes<double>] = {};
   int64_t count = 0, behind = 0;  // behind the ends of rows, where vectors hold zeros
@@ -59,12 +60,14 @@ struct Tally {
   // Vector `v` of a block of kSquareLanes elements, `n` of whose lanes count.
   FE_FUNCTION void add(Tally& t, Vec<A> x, Vec<A> g, int v, int64_t n) {
     const IntVec<A> scaled = (IntVec<A>)x & Bits<A>::magnitude, unscaled = (IntVec<A>)g & Bits<A>::magnitude;
-    t.most = larger_bits(t.most, larger_bits(scaled, unscaled));
-    if constexpr (kStats) {
-      t.zeros -= scaled == 0;
+    if constexpr (!kStats) {
+      t.most = larger_bits(t.most, unscaled);
+    } else {
+      const IntVec<A> zero = scaled == 0;
+      t.zeros -= zero;
       t.up_to_25 -= scaled <= Bits<A>::two_25;
       t.below_14 -= scaled < Bits<A>::two_14;
-      t.below_24 -= (unscaled < Bits<A>::two_24) | (scaled == 0);  // 0 * infinity is none
+      t.below_24 -= (unscaled < Bits<A>::two_24) | zero;  // 0 * infinity is none
       const IntVec<A> finite = unscaled < Bits<A>::infinity;
       t.not_finite -= ~finite;
       t.nan -= unscaled > Bits<A>::infinity;
@@ -97,7 +100,7 @@ struct Tally {
     return lanes[0];
   }
 
-  bool found() const { return largest_of(most) >= Bits<A>::infinity; }
+  bool found() const { return kStats ? sum(not_finite) != 0 : largest_of(most) >= Bits<A>::infinity; }
 
   void add_to(int64_t* stats) const {
     const int64_t zero = sum(zeros) - behind, flushed = sum(up_to_25) - behind;
@@ -284,10 +287,15 @@ void check_rows(const RowGradCheck& p, const Parallel& parallel) {
       p, chunks, pieces, parallel, [&](int64_t piece) { return split_point(chunks, total, piece, pieces, work); },
       [&](int64_t chunk, auto& tally) {
         row_range(chunk, [&](int64_t first, int64_t last) {
-          Buffers<A> buffers(dim);
+          Scratch<A> sums((last - first) * dim), part(dim);
           for (int64_t k = first; k < last; ++k) {
-            const A* sum = gradients.of(Piece{k, k, 0, dim, 0}, buffers);
-            look(sum, static_cast<A*>(nullptr), dim, inv_scale, tally);
+            A* place = sums.data + (k - first) * dim;
+            const A* sum = gradients.of(Piece{k, k, 0, dim, 0}, place, part.data);
+            if (sum != place) memcpy(place, sum, static_cast<size_t>(dim) * sizeof(A));
+          }
+          const int64_t together = whole_blocks ? last - first : 1;
+          for (int64_t k = 0; k < last - first; k += together) {
+            look(sums.data + k * dim, static_cast<A*>(nullptr), together * dim, inv_scale, tally);
           }
         });
       });

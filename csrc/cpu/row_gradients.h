@@ -51,14 +51,16 @@ class RowGradients {
   }
 
   // The gradient of a piece; `buffers` is the thread's.
-  const A* of(const Piece& at, Buffers<A>& buffers) const {
-    if (p_.segments == nullptr) return gradient_in_acc(p_, at.k * p_.dim + at.column, at.n, buffers.grad.data);
+  const A* of(const Piece& at, Buffers<A>& buffers) const { return of(at, buffers.grad.data, buffers.part.data); }
+
+  // The same at `sum`, or where it lies already; `part` is scratch of the same size.
+  const A* of(const Piece& at, A* sum, A* part) const {
+    if (p_.segments == nullptr) return gradient_in_acc(p_, at.k * p_.dim + at.column, at.n, sum);
     const int64_t begin = p_.segments[at.k], end = p_.segments[at.k + 1];
     if (end - begin > kLong) return long_sum(at.k) + at.column;
-    A* sum = buffers.grad.data;
     with_terms([&](auto terms) {
       RowList<typename decltype(terms)::Element> list;
-      sum_segment(terms, begin, end, limit_, list, buffers.part.data, sum);
+      sum_segment(terms, begin, end, limit_, list, part, sum);
     });
     return sum;
   }

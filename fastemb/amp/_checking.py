@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
-from fastemb.amp._gradients import GradientCheck, Pass
+from fastemb.amp._gradients import GradientCheck, Pass, has_gradient, parameters
 from fastemb.amp._grouped import GroupedScaler
 from fastemb.amp._groups import ROOT, place
 
@@ -22,25 +23,34 @@ class CheckingScaler(GroupedScaler):
         optimizer: torch.optim.Optimizer,
         op: str,
         *,
-        norm: bool = False,
+        max_norm: float | None = None,
         unscale: bool = False,
     ) -> Pass:
-        """Look at the gradients of an optimizer; statistics count them once."""
+        """Look at the gradients of an optimizer as they are now; statistics count them once.
+
+        What was found before counts no more, unless the gradients were unscaled since: then it is
+        for the user to change them, but what `unscale_` has found stays, as in torch. A norm that
+        they were to be clipped to stays while any of the gradients is there that it was given for.
+        """
         scales, iteration = self._scales, self._iteration
         assert scales is not None
         earlier = iteration.passes.get(id(optimizer))
+        if max_norm is None and earlier is not None and earlier.max_norm is not None:
+            assert earlier.gradients is not None
+            if earlier.gradients.survives(optimizer):
+                max_norm = earlier.max_norm
         check = GradientCheck(
             f"{_OP}.{op}",
             scales,
             iteration.group_of,
             self._registry.name_of,
-            norm=norm,
+            norm=max_norm is not None,
             unscale=unscale,
             unscaled=earlier is not None and earlier.unscaled,
         )
         result = check.run(optimizer)
-        if earlier is not None:
-            result.stats, result.clip = earlier.stats, earlier.clip
+        if earlier is not None and earlier.unscaled:
+            result.stats = earlier.stats
             result.groups |= earlier.groups
             for device, found in earlier.found.items():
                 flags = result.found_on(device, len(scales))
@@ -49,7 +59,35 @@ class CheckingScaler(GroupedScaler):
         self._registry.see(optimizer)
         if self._process_group is not None:
             self._agree(result)
+        if max_norm is not None:
+            result.max_norm, result.norm = max_norm, self._norm(result)
+            result.clip = (max_norm / (result.norm + 1e-6)).clamp(max=1.0)
         return result
+
+    def _current(self, optimizer: torch.optim.Optimizer, op: str) -> Pass:
+        """What is in the gradients as they are now: an earlier pass where it still holds."""
+        result = self._iteration.passes.get(id(optimizer))
+        if result is None or result.gradients is None or not result.gradients.matches(optimizer):
+            return self._examine(optimizer, op)
+        if self._process_group is not None:
+            self._agree(result)  # those of another process may have changed
+        return result
+
+    def _stage(self, optimizer: torch.optim.Optimizer) -> OptState:
+        stage: OptState = self._per_optimizer_states[id(optimizer)]["stage"]
+        return stage
+
+    def _drop_abandoned(self) -> None:
+        """Before a further loss: forget what was found in gradients that were all thrown away."""
+        iteration = self._iteration
+        for optimizer in self._registry.optimizers():
+            key = id(optimizer)
+            if key not in iteration.passes or self._stage(optimizer) is OptState.STEPPED:
+                continue
+            if not any(has_gradient(param) for param in parameters(optimizer)):
+                del iteration.passes[key]
+                self._per_optimizer_states.pop(key)
+        iteration.start_flags_over()
 
     def _agree(self, result: Pass) -> None:
         """One all_reduce of everything that was found; every process comes by here."""
@@ -81,10 +119,11 @@ class CheckingScaler(GroupedScaler):
             found = torch.maximum(found, flag)
         return found
 
-    def _norm(self, result: Pass, *, finite_only: bool) -> Tensor:
-        """[] float64: the norm of all unscaled gradients, or of those in groups to be updated."""
+    def _norm(self, result: Pass) -> Tensor:
+        """[] float64: the norm of all unscaled gradients that are to be applied."""
         scales = self._scales
         assert scales is not None
+        finite_only = self._skip == "group" and len(scales) > 1
         total = torch.zeros((), dtype=torch.float64, device=scales.device)
         found = self._iteration.in_groups(self._found(result), scales)
         for group, sums in result.square_sums:
@@ -110,8 +149,8 @@ class CheckingScaler(GroupedScaler):
         if self._skip != "all":
             return verdict(iteration.passes[id(optimizer)])
         for other in self._registry.optimizers():
-            if id(other) not in iteration.passes:
-                self._examine(other, "step")
+            if other is not optimizer and self._stage(other) is not OptState.STEPPED:
+                self._current(other, "step")
         verdicts = [verdict(result)[0] for result in iteration.passes.values()]
         skip = torch.stack(verdicts).amax()
         return skip, skip.expand(len(scales))

@@ -14,6 +14,7 @@ from torch import Tensor
 from fastemb import _row_queue
 from fastemb._grad_reference import GRAD_STATS
 from fastemb._row_queue import RowQueue
+from fastemb.amp._fingerprint import Fingerprint
 from fastemb.amp._groups import Scales
 from fastemb.optim._base import RowOptimizer
 from fastemb.optim._dense import flat, is_dense
@@ -39,7 +40,7 @@ class Counted(NamedTuple):
 
 @dataclass
 class Pass:
-    """What was found in the gradients of one optimizer since the last update.
+    """What was found in the gradients of one optimizer, as they were at that time.
 
     Attributes:
         found: by device, [groups] float32: 1 where a gradient of the group is not finite.
@@ -47,16 +48,22 @@ class Pass:
         stats: see `Counted`.
         square_sums: groups with [n] float64 sums of squares of unscaled gradients; where a norm
             was asked for.
-        clip: [] what unscaled gradients are to be multiplied by in the step, None: 1.
+        max_norm: what their norm is to be clipped to in the step, None: nothing.
+        norm: [] float64, that norm.
+        clip: [] what unscaled gradients are to be multiplied by for it.
         unscaled: whether the gradients have been unscaled in place.
+        gradients: tells whether they are still the same; None until the pass is over.
     """
 
     found: dict[torch.device, Tensor] = field(default_factory=dict)
     groups: set[int] = field(default_factory=set)
     stats: list[Counted] = field(default_factory=list)
     square_sums: list[tuple[int, Tensor]] = field(default_factory=list)
+    max_norm: float | None = None
+    norm: Tensor | None = None
     clip: Tensor | None = None
     unscaled: bool = False
+    gradients: Fingerprint | None = None
 
     def found_on(self, device: torch.device, groups: int) -> Tensor:
         if device not in self.found:
@@ -145,6 +152,7 @@ class GradientCheck:
             self._check(device, group, members)
         for values, inverse in self._looked_at:
             _ops.grad_check_([values], inverse, None, None, None, True)
+        self._result.gradients = Fingerprint(optimizer)
         return self._result
 
     # ---- kinds of gradients: values to look at, or None where that is done ----

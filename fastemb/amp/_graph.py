@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -97,3 +97,19 @@ def walk(
             if step not in seen:
                 seen.add(step)
                 stack.append(step)
+
+
+def lists(outputs: Any) -> Any:
+    """Losses in any nesting: iterables that can be gone through once, as lists."""
+    if isinstance(outputs, Tensor) or not isinstance(outputs, Iterable):
+        return outputs
+    items = [lists(item) for item in outputs]
+    return tuple(items) if isinstance(outputs, tuple) else items
+
+
+def tensors(outputs: Any) -> Iterator[Tensor]:
+    if isinstance(outputs, Tensor):
+        yield outputs
+    else:
+        for item in outputs:
+            yield from tensors(item)

@@ -10,7 +10,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
 
+from fastemb.amp._gradients import has_gradient, parameters
 from fastemb.amp._graph import Link
 from fastemb.amp._groups import (
     GUARD,
@@ -60,7 +62,13 @@ class GroupedScaler(torch.amp.GradScaler):
         ):
             if value not in choices:
                 raise ValueError(f"{_OP}: {name} must be one of {choices}, got {value!r}")
-        if max_consecutive_skips < 1:
+        if not isinstance(max_consecutive_skips, (int, float)):
+            raise TypeError(
+                f"{_OP}: max_consecutive_skips must be a number, got {max_consecutive_skips!r}"
+            )
+        if groups is not None and not isinstance(groups, Mapping):
+            raise TypeError(f"{_OP}: groups must map names to GroupConfig or dict, got {groups!r}")
+        if not max_consecutive_skips >= 1:
             raise ValueError(
                 f"{_OP}: max_consecutive_skips must be >= 1, got {max_consecutive_skips!r}"
             )
@@ -130,7 +138,10 @@ class GroupedScaler(torch.amp.GradScaler):
         if not isinstance(name, str) or not name or name == ROOT_NAME:
             raise ValueError(f"{_OP}: a group must have a name other than 'root', got {name!r}")
         if not self._guard:
-            check_config(_OP, self._root_config(), exact=True)
+            root = self._root_config()
+            if self._scales is not None:  # this waits for the device, once for each late group
+                root = replace(root, init_scale=float(self._scales.values[ROOT]))
+            check_config(_OP, root, exact=True)
         check_config(f"{_OP}: groups[{name!r}]", config, exact=True)
         scale = config.init_scale
         if scale is None:
@@ -301,9 +312,15 @@ class GroupedScaler(torch.amp.GradScaler):
         Raises:
             ValueError: a version that is not known; a scale that is no power of two where there
                 are groups.
+            RuntimeError: there are gradients of a loss that was scaled since the last `update`.
         """
         if not self._enabled:
             return
+        if self._pending():
+            raise RuntimeError(
+                f"{_OP}.load_state_dict: there are gradients that have the scales of before and "
+                "have not been used; call step() and update(), or zero_grad(), first"
+            )
         own = state_dict.get("fastemb", {"version": 1, "groups": {}})
         if own["version"] != 1:
             raise ValueError(f"{_OP}: cannot load a state of version {own['version']!r}")
@@ -338,6 +355,17 @@ class GroupedScaler(torch.amp.GradScaler):
         self._per_optimizer_states.clear()
         self._iteration = Iteration(self._iteration.number + 1)
 
+    def _pending(self) -> bool:
+        """Whether a known parameter has a gradient of this iteration that no step has used."""
+        if not self._iteration.scaled:
+            return False
+        for optimizer in self._registry.optimizers():
+            state = self._per_optimizer_states.get(id(optimizer))
+            stepped = state is not None and state["stage"] is OptState.STEPPED
+            if not stepped and any(has_gradient(p) for p in parameters(optimizer)):
+                return True
+        return self._iteration.pending()
+
     def __getstate__(self) -> dict[str, Any]:
         if not self._enabled:
             state = self.__dict__.copy()
@@ -357,6 +385,8 @@ class GroupedScaler(torch.amp.GradScaler):
 
 
 def _config_from(name: str, values: Mapping[str, Any]) -> GroupConfig:
+    if not isinstance(values, Mapping):
+        raise TypeError(f"{_OP}: groups[{name!r}] must be a GroupConfig or dict, got {values!r}")
     unknown = set(values) - set(asdict(GroupConfig()))
     if unknown:
         known = ", ".join(asdict(GroupConfig()))

@@ -36,6 +36,10 @@ class Iteration:
     _present: set[int] = field(default_factory=lambda: {ROOT})
     # by device, [groups, groups, 2]: what boundary_gradient has found, by inner and outer group
     _flags: dict[torch.device, Tensor] = field(default_factory=dict)
+    # the same, of gradients that a step has used before the flags started over
+    _settled: dict[torch.device, Tensor] = field(default_factory=dict)
+    _consumed: set[int] = field(default_factory=set)
+    _used: bool = False
 
     # ---- groups of parameters ----
 
@@ -76,6 +80,34 @@ class Iteration:
             self._flags[device] = torch.zeros(groups, groups, 2, device=device)
         return self._flags[device][inner, outer]
 
+    def consume(self, params: Iterable[Tensor]) -> None:
+        """A step has used the gradients of ``params``, and the flags up to now count."""
+        self._used = True
+        if self._groups:
+            self._consumed.update(id(p) for p in params if id(p) in self._groups)
+
+    def pending(self) -> bool:
+        """Whether a parameter that a loss has reached has a gradient that no step has used."""
+        entries = self._groups.items()
+        return any(key not in self._consumed and has_gradient(p) for key, (p, _) in entries)
+
+    def start_flags_over(self) -> None:
+        """Before a further loss: forget what boundaries have found in gradients that were dropped.
+
+        Flags belong to all gradients since they started; as long as one of those is there that no
+        step has used, they stay. What a step has used still counts in `blamed`.
+        """
+        if not self._flags or self.pending():
+            return
+        for device, flags in self._flags.items():
+            if self._used:
+                earlier = self._settled.get(device)
+                self._settled[device] = (
+                    flags.clone() if earlier is None else torch.maximum(earlier, flags)
+                )
+            flags.zero_()
+        self._used = False
+
     def stats_of(self, name: str, device: torch.device) -> Tensor:
         """[8] int64 for the statistics of what passes a boundary."""
         key = (name, device)
@@ -101,11 +133,7 @@ class Iteration:
 
     def flags(self, scales: Scales) -> Tensor | None:
         """[groups, groups, 2] bool on the device of the scales, None without boundaries."""
-        found: Tensor | None = None
-        for flags in self._flags.values():
-            here = place(flags, scales.device) != 0
-            found = here if found is None else found | here
-        return found
+        return _any(self._flags.values(), scales.device)
 
     def set_flags(self, flags: Tensor) -> None:
         """Replace what all boundaries have found."""
@@ -132,7 +160,7 @@ class Iteration:
         for result in self.passes.values():
             for flags in result.found.values():
                 found = torch.maximum(found, place(flags, scales.device))
-        boundaries = self.flags(scales)
+        boundaries = _any([*self._flags.values(), *self._settled.values()], scales.device)
         if boundaries is None:
             return found
         incoming, made = boundaries.unbind(2)
@@ -144,9 +172,10 @@ class Iteration:
         for result in self.passes.values():
             for device, found in result.found.items():
                 result.found[device] = pad(found, (0, groups - found.numel()))
-        for device, flags in self._flags.items():
-            more = groups - flags.shape[0]
-            self._flags[device] = pad(flags, (0, 0, 0, more, 0, more))
+        for all_flags in (self._flags, self._settled):
+            for device, flags in all_flags.items():
+                more = groups - flags.shape[0]
+                all_flags[device] = pad(flags, (0, 0, 0, more, 0, more))
 
 
 class Leftovers:
@@ -197,6 +226,15 @@ class Leftovers:
             return True
         del self._of[id(param)]  # zeros have any scale
         return False
+
+
+def _any(all_flags: Iterable[Tensor], device: torch.device) -> Tensor | None:
+    """Whether any of several flags is set, on ``device``; None where there are none."""
+    found: Tensor | None = None
+    for flags in all_flags:
+        here = place(flags, device) != 0
+        found = here if found is None else found | here
+    return found
 
 
 def _values(grad: Tensor) -> Tensor:

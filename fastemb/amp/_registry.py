@@ -24,7 +24,6 @@ class Registry:
     def __init__(self) -> None:
         self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}
         self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
-        self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._nameless = 0
 
     def name_of(self, param: Tensor) -> str:
@@ -67,25 +66,55 @@ class Registry:
                 module._scaler = weakref.ref(scaler)
                 module._boundary_name = name
                 groups.append(module.group)
-            elif isinstance(module, Table) and module not in self._hooked:
-                self._hooked.add(module)
-                module.register_forward_hook(_TableHook(scaler, name))
+            elif isinstance(module, Table):
+                _hook(module, scaler, name)
         return groups
 
 
+def _hook(module: Table, scaler: GroupedScaler, name: str) -> None:
+    """Give a table the one hook of ``scaler``, and take away those of scalers that are gone."""
+    hooks = [hook for hook in module._forward_hooks.values() if isinstance(hook, _TableHook)]
+    own = None
+    for hook in hooks:
+        owner = hook.owner()
+        if owner is scaler:
+            own = hook
+        elif owner is None:
+            hook.remove_from(module)
+    if own is None:
+        module.register_forward_hook(_TableHook(scaler, name))
+    else:
+        own.name = name
+
+
 class _TableHook:
-    """Lets a scaler look at the gradient that comes into a table. Copies of it do nothing."""
+    """Lets a scaler look at the gradient that comes into a table.
+
+    Removes itself from a module that is no table any more, where its scaler is gone, and where it
+    is a copy, which comes without a scaler.
+    """
 
     def __init__(self, scaler: GroupedScaler | None, name: str = "") -> None:
         self._scaler = None if scaler is None else weakref.ref(scaler)
-        self._name = name
+        self.name = name
+
+    def owner(self) -> GroupedScaler | None:
+        return None if self._scaler is None else self._scaler()
+
+    def remove_from(self, module: nn.Module) -> None:
+        hooks = module._forward_hooks
+        for key in [key for key, hook in hooks.items() if hook is self]:
+            del hooks[key]
 
     def __call__(self, module: Any, args: Any, output: Any) -> None:
-        if self._scaler is None or not isinstance(output, Tensor) or _is_traced():
+        if _is_traced():
             return
-        if not output.requires_grad:
+        if self._scaler is None or self._scaler() is None or not isinstance(module, Table):
+            self.remove_from(module)
             return
-        reference, name, weight = self._scaler, self._name, weakref.ref(module.weight)
+        if not isinstance(output, Tensor) or not output.requires_grad:
+            return
+        reference, name, weight = self._scaler, self.name, weakref.ref(module.weight)
 
         def look(grad: Tensor) -> None:
             scaler, param = reference(), weight()

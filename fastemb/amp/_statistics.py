@@ -63,7 +63,7 @@ class Statistics:
         self._alarm = alarm
         self._pending: deque[_Record] = deque()
         self._latest: _Record | None = None
-        self._alarmed: set[str] = set()
+        self._alarmed: set[str] = set()  # groups that were warned of
 
     def record(
         self,
@@ -102,7 +102,8 @@ class Statistics:
         """Take in what has arrived.
 
         Raises:
-            RuntimeError: a group was skipped too often, with ``alarm="raise"``.
+            RuntimeError: a group was skipped too often, with ``alarm="raise"``; each time that it
+                is skipped once more.
         """
         while self._pending and self._pending[0].complete():
             self._latest = self._pending.popleft()
@@ -162,20 +163,23 @@ class Statistics:
         }
 
     def _check(self, record: _Record) -> None:
+        texts = []
         for group, skips in zip(record.group_names, record.skips(), strict=True):
             if skips == 0:
                 self._alarmed.discard(group)
             if skips < self._most_skips or group in self._alarmed:
                 continue
-            self._alarmed.add(group)
+            if self._alarm == "warn":
+                self._alarmed.add(group)
             numbers = self._unpack(record)
-            text = (
+            texts.append(
                 f"GradScaler: gradients of group {group!r} were not finite in {skips} consecutive "
                 f"iterations (max_consecutive_skips={self._most_skips}); its scale is "
                 f"{numbers['groups'][group]['scale']:g}, {_culprit(group, numbers)}"
             )
-            if self._alarm == "raise":
-                raise RuntimeError(text)
+        if texts and self._alarm == "raise":
+            raise RuntimeError("\n".join(texts))
+        for text in texts:
             warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 

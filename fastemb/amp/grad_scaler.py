@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +13,9 @@ from torch.amp.grad_scaler import OptState
 
 from fastemb import _row_queue
 from fastemb.amp._checking import CheckingScaler
+from fastemb.amp._fingerprint import Fingerprint
 from fastemb.amp._gradients import Pass, has_gradient, parameters
-from fastemb.amp._graph import walk
+from fastemb.amp._graph import lists, tensors, walk
 from fastemb.amp._groups import ROOT, check_config
 from fastemb.amp._iteration import Iteration
 from fastemb.optim._base import RowOptimizer
@@ -52,12 +52,14 @@ class GradScaler(CheckingScaler):
         min_scale, max_scale: limits of the root, by default 2**-126 and none.
         hysteresis: consecutive iterations with an overflow after which the root backs off.
         max_consecutive_skips: iterations with an overflow in one group before the alarm.
-        alarm: "warn", or "raise" (from `update`).
+        alarm: "warn" once until the group has an iteration without an overflow, or "raise" from
+            every `update` (or `stats`) that learns of a further skipped iteration.
         mode: "guard": the scale stays 1. What remains is to skip, to count and to clip. For
             bfloat16 and float32, whose smallest number is 2**-133 or below: there is nothing that
             a scale would save from underflow, but a bad batch must not reach the weights all the
             same.
-        process_group: processes that agree on what to skip, by one all_reduce for each optimizer;
+        process_group: processes that agree on what to skip, by one all_reduce in each `unscale_`,
+            `clip_grad_norm_` and `step` (with ``skip="all"`` for each optimizer there);
             `DistributedDataParallel` agrees through its gradients only, not through row gradients
             and boundaries. All processes must make the same calls. Pickle leaves it out.
 
@@ -74,6 +76,13 @@ class GradScaler(CheckingScaler):
 
         While there are groups, this goes through the graph to find which parameters are in one.
 
+        What was found so far in gradients that no longer exist is forgotten here: the pass of
+        `unscale_` or `clip_grad_norm_` over an optimizer that has no gradient left, and what
+        boundaries have found, once no parameter that a loss has reached since the last `update`
+        has a gradient that no step has used. So a batch can be dropped with ``zero_grad()``. With
+        ``set_to_none=False`` gradients stay, and what boundaries have found counts until the
+        `update`.
+
         Raises:
             RuntimeError: a parameter or a boundary that is reached through two groups, by name; a
                 parameter whose gradient was made before an `update` that changed its scale, and has
@@ -83,10 +92,11 @@ class GradScaler(CheckingScaler):
             return outputs
         grouped = len(self._groups) > 1
         if grouped or self._leftovers:
-            outputs = _lists(outputs)
+            outputs = lists(outputs)
         scaled = super().scale(outputs)
         iteration, scales = self._iteration, self._scales
         iteration.scaled = True
+        self._drop_abandoned()
         if not grouped:
             iteration.unwalked = True
         if scales is None or not (grouped or self._leftovers):
@@ -102,7 +112,7 @@ class GradScaler(CheckingScaler):
                     "update() after the last backward of an accumulation, or zero_grad()"
                 )
 
-        walk(_tensors(outputs), self._enter if grouped else None, leaf)
+        walk(tensors(outputs), self._enter if grouped else None, leaf)
         return scaled
 
     def _two_groups(self, param: Tensor, one: int, other: int) -> str:
@@ -123,6 +133,9 @@ class GradScaler(CheckingScaler):
         costs a pass over memory. fp16 gradients become FP32 ones for those, and are rounded to
         fp16, with a warning, for others. Repeated rows of sparse gradients are summed, on the CPU.
         Does not wait for the device.
+
+        `step` checks gradients that were changed after this once more, without unscaling them: a
+        further backward would add scaled gradients to unscaled ones, as with torch's scaler.
 
         Raises:
             RuntimeError: called twice since the last `update`, or after `step`.
@@ -151,8 +164,15 @@ class GradScaler(CheckingScaler):
         and the step multiplies by the coefficient: gradients are read twice and never written.
         Otherwise they are unscaled and clipped in place by `fastemb.optim.clip_grad_norm_`.
 
+        Holds for the gradients as they are now, so call it after the last backward; of several
+        calls the last one counts. Where `step` finds further gradients added, it takes norm and
+        coefficient once more, for the same ``max_norm``.
+
+        No need to look at the norm for overflows: call `step` and `update` all the same. They skip
+        the batch and lower the scale, which a batch that is dropped before does not.
+
         Args:
-            optimizer: the owner of the gradients; once for each of its steps.
+            optimizer: the owner of the gradients.
             max_norm: largest norm that stays as it is.
             norm_type: p of the p-norm.
 
@@ -181,11 +201,15 @@ class GradScaler(CheckingScaler):
         if not by_group and (stage is OptState.UNSCALED or not fused):
             if stage is not OptState.UNSCALED:
                 self.unscale_(optimizer)
-            return clip_grad_norm_(parameters(optimizer), max_norm, norm_type)
-        result = self._examine(optimizer, "clip_grad_norm_", norm=True)
-        norm = self._norm(result, finite_only=by_group)
-        result.clip = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)
-        return norm.float()
+            result = self._current(optimizer, "clip_grad_norm_")
+            result.max_norm = result.norm = result.clip = None
+            norm = clip_grad_norm_(parameters(optimizer), max_norm, norm_type)
+            # Clipping makes no finite gradient infinite; it need not be checked again.
+            result.gradients = Fingerprint(optimizer)
+            return norm
+        result = self._examine(optimizer, "clip_grad_norm_", max_norm=float(max_norm))
+        assert result.norm is not None
+        return result.norm.float()
 
     # ---- the step ----
 
@@ -195,7 +219,11 @@ class GradScaler(CheckingScaler):
         A skipped step leaves parameters, optimizer states and step counters as they are, bit for
         bit. Optimizers of `fastemb.optim`, and those of torch with ``fused=True``, decide that on
         the device; for all others this waits for it. Without any gradient the step does nothing
-        and counts as nothing.
+        and counts as nothing. Gradients that were changed since `unscale_` or `clip_grad_norm_` are
+        checked again, except where they were written through ``.data``, which leaves no trace.
+
+        If ``optimizer.step`` raises, the step has not happened: it can be called again, or the
+        batch dropped.
 
         Raises:
             RuntimeError: a second step since the last `update`; a ``closure``; ``skip="group"``
@@ -221,26 +249,32 @@ class GradScaler(CheckingScaler):
                 f"parameters on the device; {type(optimizer).__name__} is none"
             )
         if on_device and not ours and "grad_scaler" in inspect.signature(optimizer.step).parameters:
-            return super().step(optimizer, *args, **kwargs)  # torch's contract of old
+            returned = super().step(optimizer, *args, **kwargs)  # torch's contract of old
+            iteration.consume(parameters(optimizer))
+            return returned
 
         if state["stage"] is OptState.READY and (not on_device or (grouped and not ours)):
             self.unscale_(optimizer)
-        result = iteration.passes.get(id(optimizer)) or self._examine(optimizer, "step")
-        skip, skip_groups = self._to_skip(optimizer)
-        result = iteration.passes[id(optimizer)]
-        self._tell_torch(optimizer, result)
+        result = self._current(optimizer, "step")
         returned = None
         try:
+            skip, skip_groups = self._to_skip(optimizer)
+            self._tell_torch(optimizer, result)
             if isinstance(optimizer, RowOptimizer):
                 self._hand_over(optimizer, result, skip, skip_groups)
             elif on_device:
                 self._announce(optimizer, result, skip)
             if on_device or not bool(skip):
                 returned = optimizer.step(*args, **kwargs)
+        except BaseException:
+            if not result.unscaled:  # what has been unscaled must not be again
+                iteration.passes.pop(id(optimizer), None)
+            raise
         finally:
             for name in ("grad_scale", "found_inf", "_param_scaling", "_clip_coefficient"):
                 vars(optimizer).pop(name, None)
         state["stage"] = OptState.STEPPED
+        iteration.consume(parameters(optimizer))
         self._verdicts[id(optimizer)] = (weakref.ref(optimizer), skip)
         return returned
 
@@ -296,7 +330,8 @@ class GradScaler(CheckingScaler):
 
         A group backs off where a gradient became not finite in it: one of its parameters, one at
         its boundary, or one that left it through a further boundary, unless what came into the
-        group was not finite already. Does not wait for the device.
+        group was not finite already. Does not wait for the device, except for the value of a
+        tensor ``new_scale`` where there are groups.
 
         Args:
             new_scale: the new scale of the root, as in torch; other groups stay as they are.
@@ -348,10 +383,13 @@ class GradScaler(CheckingScaler):
             raise ValueError(f"{_OP}: update() takes no new_scale with mode='guard'")
         if isinstance(new_scale, int):
             new_scale = float(new_scale)
-        if isinstance(new_scale, float) and len(self._groups) > 1:
-            check_config(
-                f"{_OP}.update", replace(self._root_config(), init_scale=new_scale), exact=True
-            )
+        if len(self._groups) > 1:
+            value = new_scale
+            if isinstance(value, Tensor) and value.numel() == 1:
+                value = float(value)
+            if isinstance(value, float):  # torch refuses everything else
+                config = replace(self._root_config(), init_scale=value)
+                check_config(f"{_OP}.update", config, exact=True)
         super().update(new_scale)
         assert self._scales is not None
         self._scales.forget()
@@ -365,7 +403,8 @@ class GradScaler(CheckingScaler):
             wait: wait for those of the last `update`.
 
         Returns:
-            "step", how many updates there were. "groups": of each the "scale" in that iteration,
+            "step", the number of the `update`, among those that moved the scales: with gradients
+            and without ``new_scale``; an update with ``new_scale`` leaves no numbers. "groups": of each the "scale" in that iteration,
             "found_inf" (whether it is to blame for an overflow), "skips" (consecutive iterations
             with one), "growth_tracker" and "overflows", and the counts of its gradients.
             "gradients": by parameter, its "group" and counts; repeated rows of a sparse gradient
@@ -379,19 +418,3 @@ class GradScaler(CheckingScaler):
         A gradient that went through fp16 before shows "zeros" in place of "flushed" ones.
         """
         return self._statistics.latest(wait=wait)
-
-
-def _lists(outputs: Any) -> Any:
-    """Iterables that can be gone through once, as lists."""
-    if isinstance(outputs, Tensor) or not isinstance(outputs, Iterable):
-        return outputs
-    items = [_lists(item) for item in outputs]
-    return tuple(items) if isinstance(outputs, tuple) else items
-
-
-def _tensors(outputs: Any) -> Iterator[Tensor]:
-    if isinstance(outputs, Tensor):
-        yield outputs
-    else:
-        for item in outputs:
-            yield from _tensors(item)

@@ -408,5 +408,5 @@ def _taken(updates: Iterable[Update]) -> Iterator[Update]:
             grad = grad.to(update.param.dtype)
         if scaling.multiplier is not None:
             grad = grad.clone() if grad is update.grad else grad
-            scaling.apply_([grad])
+            scaling.apply([grad], [grad])
         yield update._replace(grad=grad)

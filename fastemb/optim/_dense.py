@@ -83,9 +83,13 @@ def run_fused(kernel: Kernel, updates: Sequence[DenseUpdate], scaling: Scaling) 
         prepared.append(update._replace(param=param, grad=grad))
     if scaling.multiplier is None and all(u.grad.dtype == u.param.dtype for u in prepared):
         _call(kernel, prepared)
-    else:
+    elif prepared:
+        # One for all: new memory would cost more than the unscaling.
+        scratch = prepared[0].param.new_empty(
+            min(_chunk(prepared[0].param), sum(u.param.numel() for u in prepared))
+        )
         for batch in _batches(prepared):
-            _call(kernel, _unscaled(batch, scaling))
+            _call(kernel, _unscaled(batch, scaling, scratch))
     for param, copy in copies:
         param.copy_(copy)
 
@@ -100,12 +104,16 @@ def _call(kernel: Kernel, updates: Sequence[DenseUpdate]) -> None:
         )
 
 
+def _chunk(param: Tensor) -> int:
+    return _CHUNK.get(param.device.type, _CHUNK_ELSEWHERE)
+
+
 def _batches(updates: Sequence[DenseUpdate]) -> Iterator[list[DenseUpdate]]:
     """Flat pieces of the updates, at most a chunk of elements together."""
     batch: list[DenseUpdate] = []
     room = limit = 0
     for param, grad, states, step in updates:
-        limit = _CHUNK.get(param.device.type, _CHUNK_ELSEWHERE)
+        limit = _chunk(param)
         if not batch:
             room = limit
         columns = [flat(tensor) for tensor in (param, grad, *states)]
@@ -125,11 +133,9 @@ def _batches(updates: Sequence[DenseUpdate]) -> Iterator[list[DenseUpdate]]:
         yield batch
 
 
-def _unscaled(batch: list[DenseUpdate], scaling: Scaling) -> list[DenseUpdate]:
-    """The batch with its gradients unscaled and clipped, in new memory."""
+def _unscaled(batch: list[DenseUpdate], scaling: Scaling, scratch: Tensor) -> list[DenseUpdate]:
+    """The batch with its gradients unscaled and clipped, in ``scratch``, whose size is enough."""
     sizes = [u.grad.numel() for u in batch]
-    scratch = batch[0].param.new_empty(sum(sizes))
-    grads = list(scratch.split(sizes))
-    torch._foreach_copy_(grads, [u.grad for u in batch])
-    scaling.apply_(grads)
+    grads = list(scratch[: sum(sizes)].split(sizes))
+    scaling.apply([u.grad for u in batch], grads)
     return [u._replace(grad=grad) for u, grad in zip(batch, grads, strict=True)]

@@ -25,12 +25,18 @@ class Scaling:
     divisor: Tensor | None = None
     skip: Tensor | None = None
 
-    def apply_(self, grads: list[Tensor]) -> None:
-        """Unscale and clip dense gradients of one dtype in place."""
-        if self.divisor is not None:
-            torch._foreach_div_(grads, self.divisor.to(grads[0].dtype))
-        elif self.multiplier is not None:
-            torch._foreach_mul_(grads, self.multiplier.to(grads[0].dtype))
+    def apply(self, grads: list[Tensor], out: list[Tensor]) -> None:
+        """Dense gradients, unscaled and clipped, to tensors of one dtype; also in place."""
+        factor = self.multiplier if self.divisor is None else self.divisor
+        operation = torch.mul if self.divisor is None else torch.div
+        for grad, result in zip(grads, out, strict=True):
+            if factor is None:
+                result.copy_(grad)
+            elif grad.dtype == result.dtype:
+                operation(grad, factor.to(result.dtype), out=result)
+            else:
+                result.copy_(grad)
+                operation(result, factor.to(result.dtype), out=result)
 
     def advance(self, steps: list[Tensor]) -> None:
         """Count one step, unless it is skipped."""
