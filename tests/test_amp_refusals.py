@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from amp_cases import IDS, group_scales, scaled
@@ -9,6 +11,8 @@ from torch import nn
 
 from fastemb import optim
 from fastemb.amp import GradScaler, GroupConfig
+
+INF = float("inf")
 
 
 def test_a_tied_table_is_refused_by_name() -> None:
@@ -113,9 +117,73 @@ def test_other_arguments_of_groups() -> None:
     scaler.scale(torch.ones(()))
     with pytest.raises(ValueError, match="init_scale must be a power of two"):
         scaler.update(3.0)
+    for value in (3.0, 0.0, INF, float("nan")):
+        with pytest.raises(ValueError, match=r"^GradScaler.update: init_scale must be"):
+            scaler.update(torch.tensor([value]))
+    assert group_scales(scaler) == {"root": 2.0**16, "aux": 2.0**16}
+    scaler.update(torch.tensor(8.0))
+    assert scaler.get_scale() == 8.0
+    scaler.load_state_dict(scaler.state_dict())
     scaler.update(4.0)
     assert group_scales(scaler) == {"root": 4.0, "aux": 2.0**16}
     assert scaler.group_names == ["root", "aux"]
+
+
+def test_a_group_that_comes_after_a_scale_without_powers_of_two() -> None:
+    scaler = GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.update(torch.tensor(3.0))
+    with pytest.raises(ValueError, match="init_scale must be a power of two"):
+        scaler.boundary(nn.Parameter(torch.ones(1)), "aux")
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"groups": 3}, "groups must map names to GroupConfig or dict, got 3"),
+        ({"groups": ["e"]}, r"groups must map names to GroupConfig or dict, got \['e'\]"),
+        ({"groups": {"e": 3}}, r"groups\['e'\] must be a GroupConfig or dict, got 3"),
+        ({"groups": {"e": None}}, r"groups\['e'\] must be a GroupConfig or dict, got None"),
+        ({"max_consecutive_skips": None}, "max_consecutive_skips must be a number, got None"),
+        ({"max_consecutive_skips": "9"}, "max_consecutive_skips must be a number, got '9'"),
+    ],
+)
+def test_arguments_of_other_types(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(TypeError, match=f"^GradScaler: {match}"):
+        GradScaler("cpu", **options)
+
+
+def test_max_consecutive_skips_of_nan() -> None:
+    with pytest.raises(ValueError, match="max_consecutive_skips must be >= 1, got nan"):
+        GradScaler("cpu", max_consecutive_skips=float("nan"))
+
+
+@pytest.mark.parametrize("known", ["by the loss", "by register", "not at all"])
+def test_loading_while_gradients_wait(known: str) -> None:
+    """The state says nothing of which gradients have which scale."""
+    groups = {"aux": {"init_scale": 2.0}} if known == "by the loss" else None
+    scaler = GradScaler("cpu", init_scale=8.0, groups=groups)
+    p = nn.Parameter(torch.ones(1))
+    optimizer = optim.SGD([p], lr=1.0)
+    if known == "by register":
+        scaler.register(nn.ParameterList([p]), optimizer)
+    state = scaler.state_dict()
+    scaler.load_state_dict(state)
+    x = scaler.boundary(p, "aux") if known == "by the loss" else p
+    scaler.scale(x.sum()).backward()
+    if known == "not at all":  # as with torch's
+        scaler.load_state_dict(state)
+    else:
+        with pytest.raises(
+            RuntimeError, match=r"^GradScaler\.load_state_dict: there are gradients"
+        ):
+            scaler.load_state_dict(state)
+    scaler.step(optimizer)
+    assert p.item() == 0.0
+    scaler.load_state_dict(state)  # used
+    scaler.scale(p.sum()).backward()
+    optimizer.zero_grad()
+    scaler.load_state_dict(state)  # dropped
 
 
 def test_get_scale_names_the_groups() -> None:

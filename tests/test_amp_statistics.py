@@ -314,6 +314,89 @@ def test_alarm_raises() -> None:
         bad_batches(scaler, 0)
 
 
+def test_alarm_raises_each_time_for_all_groups() -> None:
+    scaler = GradScaler("cpu", max_consecutive_skips=2, alarm="raise", groups={"aux": {}})
+    p, q = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    optimizer = optim.SGD([p, q])
+    for skips in range(1, 6):
+        optimizer.zero_grad()
+        scaler.scale((scaler.boundary(p, "aux") + q).sum()).backward()
+        p.grad.fill_(INF)
+        q.grad.fill_(INF)
+        scaler.step(optimizer)
+        text = f"(?s)group 'root' .* {skips} consecutive.*group 'aux' .* {skips} consecutive"
+        with pytest.raises(RuntimeError, match=text) if skips > 1 else nullcontext():
+            scaler.update()
+
+
+def test_a_new_scale_leaves_no_numbers() -> None:
+    scaler = GradScaler("cpu")
+    p = nn.Parameter(torch.ones(1))
+    optimizer = optim.SGD([p])
+    iterate(scaler, optimizer, [torch.ones(1)])
+    before = scaler.stats()
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer)
+    scaler.update(4.0)
+    assert scaler.stats() == before
+    assert before["step"] == 1
+    iterate(scaler, optimizer, [torch.ones(1)])
+    assert (scaler.stats()["step"], scaler.stats()["groups"]["root"]["scale"]) == (2, 4.0)
+
+
+# ---- hooks of tables ----
+
+
+def test_tables_keep_no_hooks() -> None:
+    """Those of scalers that are gone, and of copies, go when the next comes or with a lookup."""
+    model = nn.Sequential(fastemb.nn.Embedding(4, 2))
+    (table,) = model
+    ids = torch.tensor([1])
+    scaler = GradScaler("cpu")
+    for _ in range(3):
+        scaler.register(model)
+        assert len(table._forward_hooks) == 1
+    other = GradScaler("cpu")
+    other.register(model)
+    assert len(table._forward_hooks) == 2
+    model(ids)
+    assert len(table._forward_hooks) == 2
+    del other
+    model(ids)
+    assert len(table._forward_hooks) == 1
+    for _ in range(3):
+        scaler = GradScaler("cpu")
+        scaler.register(model)
+        assert len(table._forward_hooks) == 1
+
+    copied = copy.deepcopy(model)
+    copied(ids)
+    assert not copied[0]._forward_hooks
+
+    fastemb.revert(model)
+    model(ids)
+    assert not table._forward_hooks
+    fastemb.convert(model)
+    scaler.register(model)
+    scaler.scale(model(ids).sum()).backward()
+    optimizer = optim.SGD(model.parameters())
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.stats()["boundaries"]["0"]["elements"] == 2
+
+
+def test_a_table_that_is_registered_again_has_its_new_name() -> None:
+    table = fastemb.nn.Embedding(4, 2)
+    scaler = GradScaler("cpu")
+    scaler.register(nn.ModuleDict({"a": table}))
+    scaler.register(nn.ModuleDict({"b": table}))
+    scaler.scale(table(torch.tensor([1])).sum()).backward()
+    optimizer = optim.SGD(table.parameters())
+    scaler.step(optimizer)
+    scaler.update()
+    assert list(scaler.stats()["boundaries"]) == ["b"]
+
+
 def test_alarm_names_the_group() -> None:
     scaler = GradScaler("cpu", max_consecutive_skips=2, alarm="raise", groups={"aux": {}})
     p = nn.Parameter(torch.ones(1))

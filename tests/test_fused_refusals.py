@@ -244,7 +244,7 @@ def test_two_optimizers_of_one_table() -> None:
     module(IDS).sum().backward()
     first.step()
     before = module.weight.detach().clone()
-    with pytest.raises(RuntimeError, match="another optimizer has consumed .* table 'user'"):
+    with pytest.raises(RuntimeError, match=r"another optimizer has consumed .* table 'user'"):
         second.step()
     first.step()  # nothing waits, and nothing is missing
     first.zero_grad()

@@ -19,35 +19,36 @@ class Fingerprint:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._of: dict[int, tuple[list[Callable[[], object]], list[int]]] = {}
+        self._of: dict[int, tuple[list[Callable[[], object]], tuple[int, ...]]] = {}
         for param in _parameters(optimizer):
-            objects = _objects(param)
+            objects, versions = _state(param)
             if objects:
-                references = [_reference(o) for o in objects]
-                self._of[id(param)] = references, _versions(param.grad)
+                self._of[id(param)] = [_reference(o) for o in objects], versions
 
     def matches(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether no gradient has come, gone, or been written."""
         found = 0
         for param in _parameters(optimizer):
-            objects = _objects(param)
+            objects, now = _state(param)
             if not objects:
                 continue
-            references, versions = self._of.get(id(param), ([], []))
-            if len(references) != len(objects) or versions != _versions(param.grad):
+            references, versions = self._of.get(id(param), ([], ()))
+            if versions != now or len(references) != len(objects):
                 return False
-            if any(r() is not o for r, o in zip(references, objects, strict=True)):
-                return False
+            for reference, item in zip(references, objects, strict=True):
+                if reference() is not item:
+                    return False
             found += 1
         return found == len(self._of)
 
     def survives(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether a gradient is still there, with whatever was added to it since."""
         for param in _parameters(optimizer):
-            references, _ = self._of.get(id(param), ([], []))
-            objects = _objects(param)
-            if any(r() is o for r in references for o in objects):
-                return True
+            references, _ = self._of.get(id(param), ([], ()))
+            if references:
+                objects, _ = _state(param)
+                if any(r() is o for r in references for o in objects):
+                    return True
         return False
 
 
@@ -55,24 +56,23 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def _objects(param: Tensor) -> list[object]:
+def _state(param: Tensor) -> tuple[list[object], tuple[int, ...]]:
+    """The objects that make up a gradient, and what tells whether they were written."""
+    grad = param.grad
     queue = _row_queue.waiting(param)
     # Parts are never changed: another gradient is another part.
     objects: list[object] = [] if queue is None else list(queue._parts)
-    if param.grad is not None:
-        objects.append(param.grad)
-    return objects
+    if grad is None:
+        return objects, ()
+    objects.append(grad)
+    if grad.is_inference():
+        return objects, ()
+    if grad.layout != torch.sparse_coo:
+        return objects, (grad._version,)
+    values = grad._values()
+    return objects, (grad._version, values._version, values.data_ptr())
 
 
 def _reference(item: object) -> Callable[[], object]:
     # A plain weak reference to a tensor that only C++ holds may give back a dead object.
     return TensorWeakRef(item) if isinstance(item, Tensor) else weakref.ref(item)
-
-
-def _versions(grad: Tensor | None) -> list[int]:
-    if grad is None or grad.is_inference():
-        return []
-    if grad.layout != torch.sparse_coo:
-        return [grad._version]
-    values = grad._values()
-    return [grad._version, values._version, values.data_ptr()]

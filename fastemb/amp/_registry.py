@@ -114,7 +114,8 @@ class _TableHook:
             return
         if not isinstance(output, Tensor) or not output.requires_grad:
             return
-        reference, name, weight = self._scaler, self.name, weakref.ref(module.weight)
+        weight: weakref.ref[Any] = weakref.ref(module.weight)
+        reference, name = self._scaler, self.name
 
         def look(grad: Tensor) -> None:
             scaler, param = reference(), weight()

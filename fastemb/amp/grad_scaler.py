@@ -249,6 +249,8 @@ class GradScaler(CheckingScaler):
                 f"parameters on the device; {type(optimizer).__name__} is none"
             )
         if on_device and not ours and "grad_scaler" in inspect.signature(optimizer.step).parameters:
+            if state["stage"] is OptState.UNSCALED:
+                self._tell_torch(optimizer, self._current(optimizer, "step"))
             returned = super().step(optimizer, *args, **kwargs)  # torch's contract of old
             iteration.consume(parameters(optimizer))
             return returned
@@ -404,7 +406,8 @@ class GradScaler(CheckingScaler):
 
         Returns:
             "step", the number of the `update`, among those that moved the scales: with gradients
-            and without ``new_scale``; an update with ``new_scale`` leaves no numbers. "groups": of each the "scale" in that iteration,
+            and without ``new_scale``; one with ``new_scale`` leaves no numbers. "groups": of each
+            the "scale" in that iteration,
             "found_inf" (whether it is to blame for an overflow), "skips" (consecutive iterations
             with one), "growth_tracker" and "overflows", and the counts of its gradients.
             "gradients": by parameter, its "group" and counts; repeated rows of a sparse gradient
