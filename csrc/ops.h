@@ -124,8 +124,8 @@ struct BagBackward {
 };
 
 // The row gradients of a sum or a mean as a sparse matrix times grad_output: for the j-th of the sorted positions,
-// p = order[j], sources[j] = bag(p) and coefficients[j] = t_p (see `backward` above). What belongs to no row, behind
-// the last segment, is left as it is.
+// p = order[j], sources[j] = bag(p) and coefficients[j] = t_p (see `backward` above). What stands for
+// positions of no row, behind the last segment, is unspecified.
 struct BagTerms {
   Bags bags;
   const int32_t* order;            // what group_indices made of them

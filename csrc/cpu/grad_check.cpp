@@ -195,8 +195,8 @@ void with_tally(bool stats, bool squares, const F& f) {
   return f(Tally<A, false, false>{});
 }
 
-// check(first, last, tally, partial) for pieces of the `chunks`, shared out to threads; partial(chunk) takes the sum of
-// squares of a chunk. Then what they have found goes to its places.
+// check(chunk, tally) for all `chunks`, shared out to threads in pieces that begin at split(piece). Then what was found
+// goes to its places.
 template <typename A, typename Problem, typename Split, typename Check>
 void run_chunks(const Problem& p, int64_t chunks, int64_t pieces, const Parallel& parallel, const Split& split,
                 const Check& check) {

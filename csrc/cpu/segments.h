@@ -43,8 +43,7 @@ struct LongSegments {
   };
 
   // `starts` [num_rows + 1]: where segments begin.
-  LongSegments(const int32_t* starts, int64_t num_rows)
-      : segments(starts[num_rows] / kLong + 1), pieces(bag_backward_partial_rows(starts[num_rows])) {
+  LongSegments(const int32_t* starts, int64_t num_rows) : pieces(bag_backward_partial_rows(starts[num_rows])) {
     const int64_t positions = starts[num_rows];
     for (int64_t at = 0; at < positions; at += kLong) {
       int64_t low = 0, high = num_rows;  // last segment that starts at or before `at`
@@ -56,17 +55,14 @@ struct LongSegments {
           high = middle;
       }
       const int64_t begin = starts[low], end = starts[low + 1];
-      if (end - begin <= kLong || (count > 0 && segments.data[count - 1] == low)) continue;
-      segments.data[count++] = low;
+      if (end - begin <= kLong || (num_pieces > 0 && pieces.data[num_pieces - 1].segment == low)) continue;
       for (int64_t chunk = begin; chunk < end; chunk += kChunk) {
         pieces.data[num_pieces++] = {low, chunk, chunk + kChunk < end ? chunk + kChunk : end};
       }
     }
   }
 
-  Scratch<int64_t> segments;
   Scratch<Piece> pieces;
-  int64_t count = 0;
   int64_t num_pieces = 0;
 };
 
