@@ -20,6 +20,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,12 @@ from typing import Any
 import harness
 import numpy as np
 import torch
+from torch import Tensor
 
 import fastemb.nn
 import fastemb.optim
+
+Batch = tuple[Tensor, Tensor]  # indices, offsets
 
 ROWS = 1_000_000
 BAGS = 4096
@@ -51,7 +55,7 @@ class Cell:
         return f"D{self.dim} L{self.bag} {self.ids}"
 
 
-def batches(cell: Cell) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def batches(cell: Cell) -> list[Batch]:
     """A number without a common factor with 2 or 3, the contestants that take turns on them."""
     rng = np.random.default_rng(7)
     result = []
@@ -63,6 +67,18 @@ def batches(cell: Cell) -> list[tuple[torch.Tensor, torch.Tensor]]:
             ids = harness.bounded_zipf(ROWS, n, 1.05, rng)
         result.append((torch.from_numpy(ids.astype(np.int64)), torch.arange(0, n, cell.bag)))
     return result
+
+
+def training(module: Any, optim: Any, turns: Iterator[Batch], grad: Tensor) -> Callable[[], None]:
+    """One forward, backward and step on the next batch."""
+
+    def train() -> None:
+        indices, offsets = next(turns)
+        optim.zero_grad(set_to_none=True)
+        module(indices, offsets).backward(grad)
+        optim.step()
+
+    return train
 
 
 def sparse_adam(cell: Cell, seconds: float) -> dict[str, Any]:
@@ -79,13 +95,7 @@ def sparse_adam(cell: Cell, seconds: float) -> dict[str, Any]:
         module = kind(ROWS, cell.dim, mode="sum", sparse=sparse)
         optim = optimizer(module.parameters())
 
-        def train(module: Any = module, optim: Any = optim) -> None:
-            indices, offsets = next(turns)
-            optim.zero_grad(set_to_none=True)
-            module(indices, offsets).backward(grad)
-            optim.step()
-
-        contestants[name] = train
+        contestants[name] = training(module, optim, turns, grad)
         if sparse is True:  # with "fused" a step without a backward has nothing to do
             steps[name] = optim.step
     distinct = float(np.mean([len(np.unique(batch.numpy())) for batch, _ in ids]))
@@ -131,13 +141,7 @@ def rowwise_adagrad(cell: Cell, seconds: float) -> dict[str, Any] | None:
         module = fastemb.nn.EmbeddingBag(ROWS, cell.dim, mode="sum", sparse=sparse)
         optim = fastemb.optim.RowWiseAdagrad(module.parameters(), lr=0.01)
 
-        def train(module: Any = module, optim: Any = optim) -> None:
-            indices, offsets = next(turns)
-            optim.zero_grad(set_to_none=True)
-            module(indices, offsets).backward(grad)
-            optim.step()
-
-        contestants[name] = train
+        contestants[name] = training(module, optim, turns, grad)
     times = harness.paired(contestants, seconds, rounds=(5, 50))
     return {"train": medians(times), "train fused": medians(times, "fused")}
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import hypothesis
 import pytest
@@ -63,3 +64,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="module")
+def cpu() -> Any:
+    """The native CPU backend, for comparison."""
+    from fastemb import _native
+
+    try:
+        return _native.backend("cpu")
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"no native CPU backend: {error}")

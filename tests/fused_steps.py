@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from lookups import Case, assert_same_bits, cases
+from lookups import Case, assert_same_states, cases
 from row_cases import LOW_PRECISION, OPERATORS, OUTSIDE, RowCase, make, number
 from torch import Tensor
 
@@ -67,15 +67,6 @@ class FusedStep:
         got = self.fused(lookups, device).run(ops, device)
         want = self.unfused(lookups, device).run(ops, device)
         assert_same_states(got, want)
-
-
-def assert_same_states(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    assert got.keys() == want.keys()
-    for name, value in got.items():
-        try:
-            assert_same_bits(value, want[name])
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from error
 
 
 def step_after(lookup: Case, op: str, **options: Any) -> FusedStep:

@@ -231,6 +231,16 @@ def assert_same_bits(got: Tensor, want: Tensor) -> None:
     assert bool(same.all()), f"{int((~same).sum())} of {same.numel()} differ"
 
 
+def assert_same_states(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    """Of the same names, the same bits."""
+    assert got.keys() == want.keys()
+    for name, value in got.items():
+        try:
+            assert_same_bits(value, want[name])
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
 def assert_within(got: Tensor, exact: Tensor, size: Tensor, terms: int, acc: torch.dtype) -> None:
     """Error of one rounding to got's type and of a sum; ``size`` is the sum of magnitudes."""
     half_ulp, half_step = ROUNDING[got.dtype]

@@ -7,7 +7,6 @@ this file again on a build with AddressSanitizer and UBSan and another block siz
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,37 +15,20 @@ import pytest
 import torch
 from emu import backend as emu_backend
 from emu.sanitizer import run_sanitized
-from hypothesis import given, settings
+from emu.suite import BLOCK, SANITIZE, examples_of, needs_tools, orders
+from hypothesis import given
 from hypothesis import strategies as st
 from lookups import ROUNDING, Case, assert_same_bits, assert_within, cases, one_bag
 
 from fastemb import _reference as reference
 
-SANITIZE = os.environ.get("FASTEMB_EMU_SANITIZE") == "1"
-BLOCK = 32 if SANITIZE else 64
-EXAMPLES = 10 if SANITIZE else 60
-pytestmark = pytest.mark.skipif(
-    emu_backend.missing_tools() is not None, reason=str(emu_backend.missing_tools())
-)
-examples = settings(max_examples=EXAMPLES, deadline=None, derandomize=True, database=None)
+pytestmark = needs_tools
+examples = examples_of(60, sanitized=10)
 
 
 @pytest.fixture(scope="module")
 def emu() -> emu_backend.EmuBackend:
     return emu_backend.load(BLOCK, sanitize=SANITIZE)
-
-
-@pytest.fixture(scope="module")
-def cpu() -> Any:
-    from fastemb import _native
-
-    try:
-        return _native.backend("cpu")
-    except (ImportError, RuntimeError) as error:
-        pytest.skip(f"no native CPU backend: {error}")
-
-
-orders = st.tuples(st.sampled_from(["forward", "backward", "shuffled"]), st.integers(0, 2**32))
 
 
 # ---- the kernels --------------------------------------------------------------------------------

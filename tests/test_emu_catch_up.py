@@ -6,56 +6,30 @@ AddressSanitizer and UBSan.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from emu import backend as emu_backend
 from emu import rows_backend
 from emu.sanitizer import run_sanitized
-from hypothesis import given, settings
+from emu.suite import BLOCK, SANITIZE, examples_of, needs_tools, orders
+from hypothesis import given
 from hypothesis import strategies as st
 from lazy_cases import STATES, LazyCase, lazy_cases, make, with_limits, with_special_values
-from lookups import assert_same_bits
+from lookups import assert_same_states
 from row_cases import DTYPES, LOW_PRECISION, number
 from row_model import assert_same_bytes
 from torch import Tensor
 
-SANITIZE = os.environ.get("FASTEMB_EMU_SANITIZE") == "1"
-BLOCK = 32 if SANITIZE else 64
-EXAMPLES = 20 if SANITIZE else 120
-pytestmark = pytest.mark.skipif(
-    emu_backend.missing_tools() is not None, reason=str(emu_backend.missing_tools())
-)
-examples = settings(max_examples=EXAMPLES, deadline=None, derandomize=True, database=None)
-orders = st.tuples(st.sampled_from(["forward", "backward", "shuffled"]), st.integers(0, 2**32))
+pytestmark = needs_tools
+examples = examples_of(120, sanitized=20)
 
 
 @pytest.fixture(scope="module")
 def emu() -> rows_backend.EmuRows:
     return rows_backend.load(BLOCK, sanitize=SANITIZE)
-
-
-@pytest.fixture(scope="module")
-def cpu() -> Any:
-    from fastemb import _native
-
-    try:
-        return _native.backend("cpu")
-    except (ImportError, RuntimeError) as error:
-        pytest.skip(f"no native CPU backend: {error}")
-
-
-def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    assert got.keys() == want.keys()
-    for name, value in got.items():
-        try:
-            assert_same_bits(value, want[name])
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from error
 
 
 @examples
@@ -79,7 +53,7 @@ def test_cpu_bits(
     if special is not None:
         case = with_special_values(case, special)
     emu.set_order(*order)
-    assert_same(case.run(emu), case.run(cpu))
+    assert_same_states(case.run(emu), case.run(cpu))
 
 
 @examples
@@ -101,7 +75,7 @@ def test_rows_wider_than_a_warp(
         for moments in {None, None if dtype == torch.float64 else torch.bfloat16}:
             case = make(dtype, table, moment_dtype=moments, master=dtype in LOW_PRECISION)
             emu.set_order("shuffled", dim)
-            assert_same(case.run(emu), case.run(cpu))
+            assert_same_states(case.run(emu), case.run(cpu))
 
 
 @pytest.mark.parametrize("dim", [16, 33])
@@ -124,7 +98,7 @@ def test_misaligned_tensors(
         }
         there[name] = moved(there[name])
         emu.row_adam_catch_up_(*there.values())
-        assert_same({key: there[key] for key in want}, want)
+        assert_same_states({key: there[key] for key in want}, want)
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 1e-3])
@@ -139,7 +113,7 @@ def test_around_the_ring(emu: rows_backend.EmuRows, cpu: Any, weight_decay: floa
             decoupled=False,
             amsgrad=amsgrad,
         )
-        assert_same(case.run(emu), case.run(cpu))
+        assert_same_states(case.run(emu), case.run(cpu))
 
 
 @pytest.mark.parametrize("found_inf", [1.0, 2.0, -torch.inf, torch.nan])
@@ -173,7 +147,7 @@ def test_rows_that_the_history_does_not_know(
         torch.float32, (3, 8), last=[-1, -5000, -1024], weight_decay=weight_decay, decoupled=False
     )
     case = with_limits(case, smallest_root, None)
-    assert_same(case.run(emu), case.run(cpu))
+    assert_same_states(case.run(emu), case.run(cpu))
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ gives. `test_sanitized` runs this file again on a build with AddressSanitizer an
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,30 +15,24 @@ import torch
 from emu import backend as emu_backend
 from emu import rows_backend
 from emu.sanitizer import run_sanitized
+from emu.suite import BLOCK, SANITIZE, examples_of, needs_tools, orders
 from fused_steps import (
     TRAP,
     FusedStep,
-    assert_same_states,
     fused_steps,
     grouped,
     step_after,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from lookups import Case, assert_same_bits, cases, one_bag
+from lookups import Case, assert_same_bits, assert_same_states, cases, one_bag
 from row_cases import OPERATORS, number
 from row_model import assert_same_bytes
 
 from fastemb import _reference as reference
 
-SANITIZE = os.environ.get("FASTEMB_EMU_SANITIZE") == "1"
-BLOCK = 32 if SANITIZE else 64
-EXAMPLES = 15 if SANITIZE else 150
-pytestmark = pytest.mark.skipif(
-    emu_backend.missing_tools() is not None, reason=str(emu_backend.missing_tools())
-)
-examples = settings(max_examples=EXAMPLES, deadline=None, derandomize=True, database=None)
-orders = st.tuples(st.sampled_from(["forward", "backward", "shuffled"]), st.integers(0, 2**32))
+pytestmark = needs_tools
+examples = examples_of(150, sanitized=15)
 
 
 @pytest.fixture(scope="module")
@@ -50,16 +43,6 @@ def lookups() -> emu_backend.EmuBackend:
 @pytest.fixture(scope="module")
 def emu() -> rows_backend.EmuRows:
     return rows_backend.load(BLOCK, sanitize=SANITIZE)
-
-
-@pytest.fixture(scope="module")
-def cpu() -> Any:
-    from fastemb import _native
-
-    try:
-        return _native.backend("cpu")
-    except (ImportError, RuntimeError) as error:
-        pytest.skip(f"no native CPU backend: {error}")
 
 
 # ---- the terms ----------------------------------------------------------------------------------

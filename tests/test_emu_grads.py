@@ -7,16 +7,15 @@ build with AddressSanitizer and UBSan.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from emu import backend as emu_backend
 from emu import grads_backend
 from emu.sanitizer import run_sanitized
+from emu.suite import BLOCK, SANITIZE, examples_of, needs_tools, orders
 from grad_cases import (
     DTYPES,
     EVERYTHING,
@@ -32,34 +31,18 @@ from grad_cases import (
     terms,
     values,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lookups import assert_same_bits
 from torch import Tensor
 
-SANITIZE = os.environ.get("FASTEMB_EMU_SANITIZE") == "1"
-BLOCK = 32 if SANITIZE else 64
-EXAMPLES = 25 if SANITIZE else 120
-pytestmark = pytest.mark.skipif(
-    emu_backend.missing_tools() is not None, reason=str(emu_backend.missing_tools())
-)
-examples = settings(max_examples=EXAMPLES, deadline=None, derandomize=True, database=None)
-orders = st.tuples(st.sampled_from(["forward", "backward", "shuffled"]), st.integers(0, 2**32))
+pytestmark = needs_tools
+examples = examples_of(120, sanitized=25)
 
 
 @pytest.fixture(scope="module")
 def emu() -> grads_backend.EmuGrads:
     return grads_backend.load(BLOCK, sanitize=SANITIZE)
-
-
-@pytest.fixture(scope="module")
-def cpu() -> Any:
-    from fastemb import _native
-
-    try:
-        return _native.backend("cpu")
-    except (ImportError, RuntimeError) as error:
-        pytest.skip(f"no native CPU backend: {error}")
 
 
 def placed(x: Tensor, offset: int) -> Tensor:

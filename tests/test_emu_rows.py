@@ -7,7 +7,6 @@ again on a build with AddressSanitizer and UBSan.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from emu import backend as emu_backend
 from emu import rows_backend
 from emu.sanitizer import run_sanitized
-from hypothesis import given, settings
+from emu.suite import BLOCK, SANITIZE, examples_of, needs_tools, orders
+from hypothesis import given
 from hypothesis import strategies as st
-from lookups import assert_same_bits
+from lookups import assert_same_states
 from row_cases import (
     LOW_PRECISION,
     OPERATORS,
@@ -38,29 +37,13 @@ from torch.overrides import TorchFunctionMode
 
 from fastemb import _row_reference
 
-SANITIZE = os.environ.get("FASTEMB_EMU_SANITIZE") == "1"
-BLOCK = 32 if SANITIZE else 64
-EXAMPLES = 30 if SANITIZE else 200
-pytestmark = pytest.mark.skipif(
-    emu_backend.missing_tools() is not None, reason=str(emu_backend.missing_tools())
-)
-examples = settings(max_examples=EXAMPLES, deadline=None, derandomize=True, database=None)
-orders = st.tuples(st.sampled_from(["forward", "backward", "shuffled"]), st.integers(0, 2**32))
+pytestmark = needs_tools
+examples = examples_of(200, sanitized=30)
 
 
 @pytest.fixture(scope="module")
 def emu() -> rows_backend.EmuRows:
     return rows_backend.load(BLOCK, sanitize=SANITIZE)
-
-
-@pytest.fixture(scope="module")
-def cpu() -> Any:
-    from fastemb import _native
-
-    try:
-        return _native.backend("cpu")
-    except (ImportError, RuntimeError) as error:
-        pytest.skip(f"no native CPU backend: {error}")
 
 
 class RoundedRoots(TorchFunctionMode):
@@ -110,15 +93,6 @@ def aligned_cases(draw: st.DrawFn) -> RowCase:
     )
 
 
-def assert_same_state(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    assert got.keys() == want.keys()
-    for name, value in got.items():
-        try:
-            assert_same_bits(value, want[name])
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from error
-
-
 cases = st.one_of(row_cases(largest=5000), aligned_cases())
 seeds = st.one_of(st.none(), st.integers(0, 2**32))
 
@@ -138,7 +112,7 @@ def test_reference_bits(
     got = case.run(rows_backend.Misaligned(emu) if misaligned else emu)
     with RoundedRoots():
         want = case.run(reference)
-    assert_same_state(got, want)
+    assert_same_states(got, want)
 
 
 @examples
@@ -149,7 +123,7 @@ def test_cpu_bits(
     if special is not None:
         case = with_special_values(case, special)
     emu.set_order(*order)
-    assert_same_state(case.run(emu), case.run(cpu))
+    assert_same_states(case.run(emu), case.run(cpu))
 
 
 @examples

@@ -15,13 +15,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fused_steps import FusedStep, assert_same_states, fused_steps, grouped, step_after
+from fused_steps import FusedStep, fused_steps, grouped, step_after
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lazy_cases import LazyCase, lazy_cases, with_limits
 from lazy_cases import make as make_lazy
 from lazy_cases import with_special_values as with_special_moments
-from lookups import Case, assert_same_bits, cases, one_bag
+from lookups import Case, assert_same_bits, assert_same_states, cases, one_bag
 from row_cases import OPERATORS, RowCase, make, number, row_cases, with_special_values
 from torch import Tensor
 

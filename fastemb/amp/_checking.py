@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from fastemb.amp._gradients import GradientCheck, Pass, has_gradient, parameters
+from fastemb.amp._fingerprint import parameters
+from fastemb.amp._gradients import GradientCheck, Pass, has_gradient
 from fastemb.amp._grouped import GroupedScaler
 from fastemb.amp._groups import ROOT, place
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ class Fingerprint:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._of: dict[int, tuple[list[Callable[[], object]], tuple[int, ...]]] = {}
-        for param in _parameters(optimizer):
+        for param in parameters(optimizer):
             objects, versions = _state(param)
             if objects:
                 self._of[id(param)] = [_reference(o) for o in objects], versions
@@ -28,7 +28,7 @@ class Fingerprint:
     def matches(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether no gradient has come, gone, or been written."""
         found = 0
-        for param in _parameters(optimizer):
+        for param in parameters(optimizer):
             objects, now = _state(param)
             if not objects:
                 continue
@@ -43,7 +43,7 @@ class Fingerprint:
 
     def survives(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether a gradient is still there, with whatever was added to it since."""
-        for param in _parameters(optimizer):
+        for param in parameters(optimizer):
             references, _ = self._of.get(id(param), ([], ()))
             if references:
                 objects, _ = _state(param)
@@ -52,8 +52,9 @@ class Fingerprint:
         return False
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
+def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
 
 
 def _state(param: Tensor) -> tuple[list[object], tuple[int, ...]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from fastemb import _row_queue
 from fastemb._grad_reference import GRAD_STATS
 from fastemb._row_queue import RowQueue
-from fastemb.amp._fingerprint import Fingerprint
+from fastemb.amp._fingerprint import Fingerprint, parameters
 from fastemb.amp._groups import Scales
 from fastemb.optim._base import RowOptimizer
 from fastemb.optim._dense import flat, is_dense
@@ -69,11 +69,6 @@ class Pass:
         if device not in self.found:
             self.found[device] = torch.zeros(groups, device=device)
         return self.found[device]
-
-
-def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def has_gradient(param: Tensor) -> bool:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
-from fastemb.amp._gradients import has_gradient, parameters
+from fastemb.amp._fingerprint import parameters
+from fastemb.amp._gradients import has_gradient
 from fastemb.amp._graph import Link
 from fastemb.amp._groups import (
     GUARD,

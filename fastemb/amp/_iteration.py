@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fastemb._grad_reference import GRAD_STATS
-from fastemb.amp._gradients import Pass, has_gradient, parameters
+from fastemb.amp._fingerprint import parameters
+from fastemb.amp._gradients import Pass, has_gradient
 from fastemb.amp._groups import ROOT, Scales, place
 
 

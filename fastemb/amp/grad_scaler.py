@@ -13,8 +13,8 @@ from torch.amp.grad_scaler import OptState
 
 from fastemb import _row_queue
 from fastemb.amp._checking import CheckingScaler
-from fastemb.amp._fingerprint import Fingerprint
-from fastemb.amp._gradients import Pass, has_gradient, parameters
+from fastemb.amp._fingerprint import Fingerprint, parameters
+from fastemb.amp._gradients import Pass, has_gradient
 from fastemb.amp._graph import lists, tensors, walk
 from fastemb.amp._groups import ROOT, check_config
 from fastemb.amp._iteration import Iteration
