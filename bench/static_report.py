@@ -74,7 +74,9 @@ class Kernel:
             ("bag_forward_", "gather_", "short_", "long_", "row_step_", "term_", "adam_")
         ):
             return self.arguments[-1] != "1"
-        return self.name.startswith(("grad_check_", "row_grad_check_", "boundary_"))
+        return self.name.startswith(
+            ("grad_check_", "row_grad_check_", "boundary_", "row_copy_", "checksum_")
+        )
 
     @property
     def occupancy(self) -> float:

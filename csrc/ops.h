@@ -358,6 +358,56 @@ struct ScaleUpdate {
   int64_t groups;
 };
 
+// Rows that consist of several pieces of memory: one table of records, or arrays with a row per slot. Piece p of row r is
+// bytes[p] bytes at data[p] + r * strides[p].
+inline constexpr int kMaxPieces = 12;
+struct RowPieces {
+  int32_t count;
+  void* data[kMaxPieces];
+  int64_t strides[kMaxPieces];  // bytes
+  int64_t bytes[kMaxPieces];
+  int64_t rows;  // that there are
+};
+
+// Row to_rows[k] of `to` becomes row from_rows[k] of `from`; to_rows are distinct.
+struct RowCopy {
+  RowPieces to, from;        // of one count, with the same bytes
+  const int64_t* to_rows;    // [num_rows] or null: row k
+  const int64_t* from_rows;  // [num_rows] or null: row k
+  int64_t num_rows;
+  ErrorReport* error;  // CUDA only: a row that is not there is left out and reported
+};
+
+// What stands before the payload of a record.
+struct RecordHeader {
+  uint64_t checksum;
+  int64_t version;
+};
+
+// Checksums of records: of the payload, the row of the table that it belongs to, and its version. Not cryptographic.
+//   words     of 8 bytes, little-endian: the pieces one after the other, each filled up with zeros
+//   checksum  mix(key + sum over words i = 0, 1, ... of mix(word[i] + (i + 1) * kGolden)), modulo 2^64, with
+//             key = mix(mix(mix(seed) + row) + version); mix and kGolden as in common/mix.h
+// mix is a bijection: damage within one word is found for certain, other damage with probability 1 - 2^-64.
+//   compute   output[k] = checksum
+//   seal      header k = {checksum, versions[k]}
+//   check     where header k is not that, ++found[0] and found[1] = min(found[1], k)
+enum class ChecksumMode : int32_t { compute, seal, check };
+struct Checksum {
+  ChecksumMode mode;
+  RowPieces pieces;         // the payload
+  void* headers;            // RecordHeader of row r at headers + r * header_stride; seal and check
+  int64_t header_stride;    // bytes
+  const int64_t* at;        // [num_rows] row of pieces and headers that holds record k, or null: row k
+  const int64_t* rows;      // [num_rows] row of the table, any number
+  const int64_t* versions;  // [num_rows]; check: or null, the header's own is right
+  int64_t num_rows;
+  uint64_t seed;
+  uint64_t* output;    // [num_rows], compute
+  int64_t* found;      // [2], check
+  ErrorReport* error;  // CUDA only: as in RowCopy
+};
+
 // Upper bound on the partial sums that long segments leave behind: two per window of kChunk sorted positions.
 constexpr int64_t bag_backward_partial_rows(int64_t num_indices) { return 2 * ((num_indices + kChunk - 1) / kChunk); }
 
@@ -390,6 +440,8 @@ void grad_check(const GradCheck* problems, int64_t count, const Parallel& parall
 void row_grad_check(const RowGradCheck* problems, int64_t count, const Parallel& parallel);
 void boundary_gradient(const BoundaryGradient* problems, int64_t count, const Parallel& parallel);
 void scale_update(const ScaleUpdate& problem);
+void row_copy(const RowCopy* problems, int64_t count, const Parallel& parallel);
+void checksum(const Checksum* problems, int64_t count, const Parallel& parallel);
 
 }  // namespace cpu
 
@@ -416,6 +468,8 @@ int grad_check(const GradCheck* problems, int64_t count, Stream stream);
 int row_grad_check(const RowGradCheck* problems, int64_t count, Stream stream);
 int boundary_gradient(const BoundaryGradient* problems, int64_t count, Stream stream);
 int scale_update(const ScaleUpdate& problem, Stream stream);
+int row_copy(const RowCopy* problems, int64_t count, Stream stream);
+int checksum(const Checksum* problems, int64_t count, Stream stream);
 
 }  // namespace cuda
 

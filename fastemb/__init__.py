@@ -8,14 +8,20 @@ from __future__ import annotations
 
 from importlib.metadata import version as _version
 
-from fastemb import _grad_ops, _lazy_ops, _native, _ops, _row_ops
+from fastemb import _grad_ops, _lazy_ops, _native, _ops, _record_ops, _row_ops
 from fastemb._library import IncompatibleLibraryError, NotBuiltError
 from fastemb._native import report
 
 # Before anything that calls an operator is imported.
-_native.load(_ops.OPERATORS | _row_ops.OPERATORS | _lazy_ops.OPERATORS | _grad_ops.OPERATORS)
+_native.load(
+    _ops.OPERATORS
+    | _row_ops.OPERATORS
+    | _lazy_ops.OPERATORS
+    | _grad_ops.OPERATORS
+    | _record_ops.OPERATORS
+)
 
-from fastemb import amp, functional, nn, optim  # noqa: E402
+from fastemb import amp, functional, nn, offload, optim  # noqa: E402
 from fastemb._convert import convert, revert  # noqa: E402
 from fastemb._runtime import check_errors, empty_cache  # noqa: E402
 
@@ -31,6 +37,7 @@ __all__ = [
     "empty_cache",
     "functional",
     "nn",
+    "offload",
     "optim",
     "report",
     "revert",

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from fastemb import _convert_boundary
+from fastemb import _convert_boundary, _convert_offload
 from fastemb._convert_report import ConvertedTable, Report, display, short
 from fastemb._memory import advise_huge_pages
 from fastemb._row_queue import refuse_waiting
@@ -24,6 +24,9 @@ from fastemb._sleeping import wake_all
 from fastemb.functional import TABLE_DTYPES, Sparse
 from fastemb.nn import Embedding, EmbeddingBag
 from fastemb.nn._table import Table, check_table_dtype, keep_full_gradients
+
+if TYPE_CHECKING:
+    from fastemb.offload.engine import OffloadEngine
 
 __all__ = ["convert", "revert"]
 
@@ -55,6 +58,7 @@ def convert(
     output_dtype: torch.dtype | None = None,
     skip: Skip = (),
     boundary: Collection[str] = (),
+    offload: OffloadEngine | None = None,
 ) -> Report:
     """Swap every `nn.Embedding` and `nn.EmbeddingBag` in ``model`` for the one of `fastemb.nn`.
 
@@ -75,6 +79,9 @@ def convert(
             or a function of (name, module), called for every embedding, that returns True.
         boundary: qualified names of the `nn.Linear` that become `fastemb.amp.BoundaryLinear`, the
             first ones behind the embeddings; see there.
+        offload: engine that takes over the tables, under the names of their modules ("embedding"
+            for a model that is one itself); see `fastemb.offload.OffloadEngine`. They then have
+            ``sparse="fused"``.
 
     Returns:
         A line per table; ``print`` it.
@@ -84,7 +91,8 @@ def convert(
             methods or attributes of its own, a ``forward`` set on the module, a parametrized or
             quantized one, or a change of dtype of a weight that another, unconverted module uses.
             Also a name in ``skip`` or ``boundary`` that is not in the model, or one in ``boundary``
-            that is no plain `nn.Linear`.
+            that is no plain `nn.Linear`. With ``offload`` also a table with hooks or a gradient, a
+            weight that another, unconverted module uses, and what the engine refuses.
         TypeError: a dtype outside those above, or an argument of the wrong type.
         RuntimeError: a table whose dtype changes while gradients of ``sparse="fused"`` wait.
         In all cases the model is unchanged.
@@ -106,8 +114,23 @@ def convert(
             raise ValueError(f"convert: {display(name)} {reason}; skip={[name]!r} leaves it alone")
     if dtype is not None:
         changing = {n: m for n, m in chosen.items() if m.weight.dtype != dtype}
-        _refuse_outside_users("convert", model, chosen, changing)
+        _refuse_outside_users("convert", model, chosen, changing, "its dtype cannot change")
         _refuse_waiting("convert", changing)
+    if offload is not None:
+        if sparse not in (None, "fused"):
+            raise ValueError(
+                "convert: sparse must be 'fused' or None with offload=, which has no gradient "
+                f"tensor, got {sparse!r}"
+            )
+        sparse = "fused"
+        moving = {n: m for n, m in chosen.items() if not _convert_offload.is_offloaded(m)}
+        _refuse_outside_users("convert", model, chosen, moving, "it cannot be offloaded")
+        _refuse_waiting("convert", moving)
+    _convert_offload.refuse_changes(chosen, dtype, sparse)
+    if offload is not None:
+        for module in chosen.values():
+            wake_all(module.weight)
+        _convert_offload.adopt(offload, chosen, dtype)
 
     _convert_boundary.make(layers)
     shares = _ties(model)
@@ -123,6 +146,8 @@ def convert(
         rows.append(
             _convert_one(name, module, before, dtype, sparse, output_dtype, shares, advised)
         )
+        if offload is not None:
+            _convert_offload.give(module, offload, name)
     return Report(rows)
 
 
@@ -153,14 +178,14 @@ def revert(model: nn.Module, *, skip: Skip = ()) -> Report:
                 f"revert: {display(name)} has no parameter named weight; "
                 f"skip={[name]!r} leaves it alone"
             )
-        if type(module) not in _OURS.values():
+        if type(module) not in _OURS.values() and not _convert_offload.is_offloaded(module):
             raise ValueError(
                 f"revert: {display(name)} is a {type(module).__name__}, a class of its own; "
                 f"skip={[name]!r} leaves it alone"
             )
     origins = {name: _origin(module) for name, module in ours.items()}
     changing = {n: m for n, m in ours.items() if m.weight.dtype != origins[n].dtype}
-    _refuse_outside_users("revert", model, ours, changing)
+    _refuse_outside_users("revert", model, ours, changing, "its dtype cannot change")
     _refuse_disagreement(ours, origins)
     _refuse_waiting("revert", ours)
 
@@ -177,6 +202,8 @@ def revert(model: nn.Module, *, skip: Skip = ()) -> Report:
         before = module.weight.dtype if shares[name] is None else _old(rows, shares[name])
         origin = origins[name]
         wake_all(module.weight)
+        if _convert_offload.is_offloaded(module):
+            _convert_offload.take_back(module)
         _set_dtype(module.weight, origin.dtype)
         module.__class__ = origin.kind
         module.sparse = origin.sparse
@@ -293,9 +320,9 @@ def _own_attributes(module: nn.Module, base: type) -> list[str]:
 
 
 def _refuse_outside_users(
-    op: str, model: nn.Module, chosen: dict[str, Any], changing: dict[str, Any]
+    op: str, model: nn.Module, chosen: dict[str, Any], changing: dict[str, Any], so: str
 ) -> None:
-    """A change of dtype must not reach a module that does not expect it."""
+    """A change of a weight must not reach a module that does not expect it."""
     members = {id(module) for module in chosen.values()}
     for name, module in changing.items():
         weight = module.weight
@@ -307,14 +334,13 @@ def _refuse_outside_users(
                     user = f"{other_name}.{key}" if other_name else key
                     raise ValueError(
                         f"{op}: {display(name)} shares its weight with {user}, which is not "
-                        f"converted, so its dtype cannot change; leave dtype out, or "
-                        f"skip={[name]!r}"
+                        f"converted, so {so}; leave that out, or skip={[name]!r}"
                     )
         for other_name, other in changing.items():
             if other.weight is not weight and _same_memory(other.weight, weight):
                 raise ValueError(
                     f"{op}: {display(name)} and {display(other_name)} have different parameters "
-                    "in the same memory, so their dtype cannot change; use one parameter for both"
+                    f"in the same memory, so {so}; use one parameter for both"
                 )
 
 

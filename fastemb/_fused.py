@@ -17,6 +17,7 @@ from torch._C import _functorch
 
 from fastemb import _ops, _row_queue
 from fastemb._autograd import make_function
+from fastemb._offloaded import HeldSlots
 
 
 def check(op: str, weight: Tensor, table: str) -> None:
@@ -38,6 +39,35 @@ def check(op: str, weight: Tensor, table: str) -> None:
             "cast); use sparse=True"
         )
     _refuse_hooks(op, weight, table)
+
+
+def hold(output: Tensor, slots: HeldSlots) -> None:
+    """Let the backward of a lookup that made ``output`` find its rows where they were."""
+    if output.grad_fn is not None:
+        output.grad_fn.hold = Hold(slots)  # type: ignore[attr-defined]
+
+
+class Hold:
+    """What the backward of a lookup in an offloaded table keeps in place until it runs."""
+
+    def __init__(self, slots: HeldSlots) -> None:
+        self._slots: HeldSlots | None = slots
+        self._seen = weakref.ref(slots)
+
+    def take(self, op: str) -> HeldSlots:
+        """The slots, which from now on only the queued gradient holds.
+
+        Raises:
+            RuntimeError: a step has consumed that gradient, and the rows may be gone.
+        """
+        slots = self._slots or self._seen()
+        if slots is None:
+            raise RuntimeError(
+                f"{op}: a second backward through a lookup in an offloaded table has to come "
+                "before optimizer.step(), which lets its rows leave the cache"
+            )
+        self._slots = None
+        return slots
 
 
 def _refuse_hooks(op: str, weight: Tensor, table: str) -> None:
@@ -68,6 +98,10 @@ def _queue(
     weight = leaf()
     if weight is None or not weight.requires_grad or not _wants_gradient(ctx, weight):
         return
+    keeps: tuple[object, ...] = ()
+    if hasattr(ctx, "hold"):
+        hold = ctx.hold.take(ctx.op)
+        weight, keeps = hold.weight, (hold,)
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"{ctx.op}: {_row_queue.named(weight, ctx.table)} has sparse='fused', whose gradient "
@@ -103,8 +137,9 @@ def _queue(
             grad_dtype,
         )
         part = _row_queue.queued_rows(
-            values, rows[: len(values)], num_rows, None, None, None, num_embeddings, backward
-        )
+            values, rows[: len(values)], num_rows, None, None, None, num_embeddings, backward,
+            keeps,
+        )  # fmt: skip
     else:
         grad = grad_output.detach()
         if (grad.dtype == torch.float64) != (grad_dtype == torch.float64):
@@ -133,6 +168,7 @@ def _queue(
             coefficients,
             num_embeddings,
             backward,
+            keeps,
         )
     _row_queue.append(weight, ctx.table, part)
 

@@ -41,7 +41,7 @@ class _Bags:
             num_bags = bounds.numel() - 1
             check_offsets(op, offsets, flat.numel())
         covered = flat[: int(bounds[-1])] if num_bags > 0 else flat[:0]
-        _check_indices(op, covered, num_embeddings, table)
+        check_indices(op, covered, num_embeddings, table)
         self.num_bags = num_bags
         self.begin = bounds[:-1]
         # bag_of[p] for every covered position, then only for those that are not padding
@@ -68,7 +68,7 @@ def _named(table: str) -> str:
     return f"table '{table}'" if table else "the table"
 
 
-def _check_indices(op: str, indices: Tensor, num_embeddings: int, table: str) -> None:
+def check_indices(op: str, indices: Tensor, num_embeddings: int, table: str) -> None:
     bad = ((indices < 0) | (indices >= num_embeddings)).nonzero()
     if bad.numel():
         position = int(bad[0])
@@ -110,7 +110,7 @@ def embedding(
     table: str,
 ) -> Tensor:
     flat = indices.reshape(-1).to(torch.int64)
-    _check_indices("embedding", flat, weight.shape[0], table)
+    check_indices("embedding", flat, weight.shape[0], table)
     picked = weight.detach().index_select(0, flat).to(output_dtype)
     return picked.reshape(*indices.shape, weight.shape[1])
 
@@ -314,7 +314,7 @@ def embedding_renorm_(
     weight: Tensor, indices: Tensor, max_norm: float, norm_type: float, table: str
 ) -> None:
     flat = indices.reshape(-1).to(torch.int64)
-    _check_indices("embedding_renorm_", flat, weight.shape[0], table)
+    check_indices("embedding_renorm_", flat, weight.shape[0], table)
     rows = flat.unique()
     values = weight.detach().index_select(0, rows).to(accumulation_dtype(weight.dtype))
     norms = torch.linalg.vector_norm(values, norm_type, dim=1, keepdim=True)

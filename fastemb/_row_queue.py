@@ -47,6 +47,7 @@ class QueuedRows:
         backward: number of the backward that this comes from.
         version: of ``grad``, which others may hold as well, when it was queued.
         stream: the CUDA stream on which all this was made, None elsewhere.
+        keeps: what has to stay alive as long as this waits: the slots of an offloaded table.
     """
 
     grad: Tensor
@@ -59,6 +60,7 @@ class QueuedRows:
     backward: int
     version: int
     stream: torch.cuda.Stream | None
+    keeps: tuple[object, ...] = ()
 
     @property
     def room(self) -> int:
@@ -89,13 +91,14 @@ def queued_rows(
     coefficients: Tensor | None,
     num_embeddings: int,
     backward: int = -1,
+    keeps: tuple[object, ...] = (),
 ) -> QueuedRows:
     if grad.is_inference():
         grad = grad.clone()  # has no version to tell a change by
     stream = torch.cuda.current_stream(grad.device) if grad.is_cuda else None
     return QueuedRows(
         grad, rows, num_rows, segments, sources, coefficients, num_embeddings, backward,
-        grad._version, stream,
+        grad._version, stream, keeps,
     )  # fmt: skip
 
 
@@ -134,8 +137,9 @@ def summed(part: QueuedRows) -> QueuedRows:
     )
     add_rows_(sums, torch.arange(room, device=sums.device), part, None)
     return queued_rows(
-        sums, part.rows[:room], part.num_rows, None, None, None, part.num_embeddings, part.backward
-    )
+        sums, part.rows[:room], part.num_rows, None, None, None, part.num_embeddings,
+        part.backward, part.keeps,
+    )  # fmt: skip
 
 
 def combined(parts: list[QueuedRows]) -> QueuedRows:
@@ -163,7 +167,7 @@ def _sum(parts: list[QueuedRows]) -> QueuedRows:
     )
     return queued_rows(
         torch.cat([part.grad for part in plain]), rows, num_rows, segments, order, None,
-        num_embeddings, parts[0].backward,
+        num_embeddings, parts[0].backward, tuple({k: None for part in plain for k in part.keeps}),
     )  # fmt: skip
 
 

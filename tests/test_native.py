@@ -13,10 +13,13 @@ import pytest
 import torch
 
 import fastemb
-from fastemb import _grad_ops, _lazy_ops, _library, _native, _ops, _row_ops
+from fastemb import _grad_ops, _lazy_ops, _library, _native, _ops, _record_ops, _row_ops
 
 PACKAGE = Path(fastemb.__file__).parent
-OPERATORS = {*_ops.SCHEMAS, *_row_ops.SCHEMAS, *_lazy_ops.SCHEMAS, *_grad_ops.SCHEMAS}
+OPERATORS = {
+    *(*_ops.SCHEMAS, *_row_ops.SCHEMAS, *_lazy_ops.SCHEMAS),
+    *(*_grad_ops.SCHEMAS, *_record_ops.SCHEMAS),
+}
 LOOKUP = """
 import torch, fastemb
 out, _ = torch.ops.fastemb.embedding_bag(

@@ -22,6 +22,7 @@ KERNELS = (
     *("bag_terms_kernel", "term_chunks_kernel"),
     *("grad_check_kernel", "row_grad_check_kernel", "term_grad_check_kernel"),
     *("boundary_gradient_kernel", "scale_update_kernel"),
+    *("row_copy_kernel", "checksum_kernel"),
 )
 
 pytestmark = [

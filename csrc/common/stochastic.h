@@ -3,18 +3,10 @@
 // block or order, and are the same on every device.
 #pragma once
 
+#include "common/mix.h"
 #include "common/numeric.h"
 
 namespace fastemb {
-
-// A bijection of 64 bits in which every input bit reaches every output bit: xor-shifts and odd multipliers.
-FE_FUNCTION uint64_t mix(uint64_t x) {
-  x ^= x >> 30;
-  x *= 0xbf58476d1ce4e5b9ull;
-  x ^= x >> 27;
-  x *= 0x94d049bb133111ebull;
-  return x ^ (x >> 31);
-}
 
 // Of a row in a step; once per row.
 FE_FUNCTION uint64_t row_key(uint64_t seed, int64_t step, int64_t row) {
@@ -22,7 +14,7 @@ FE_FUNCTION uint64_t row_key(uint64_t seed, int64_t step, int64_t row) {
 }
 
 FE_FUNCTION uint32_t random_bits(uint64_t key, int64_t column) {
-  return static_cast<uint32_t>(mix(key + static_cast<uint64_t>(column) * 0x9e3779b97f4a7c15ull) >> 32);
+  return static_cast<uint32_t>(mix(key + static_cast<uint64_t>(column) * kGolden) >> 32);
 }
 
 // 16 random bits are added below the 16 that stay, and the rest is cut off. What is NaN, infinite, or would round past

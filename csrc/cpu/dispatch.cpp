@@ -35,7 +35,9 @@ struct Level {
    isa::row_sgd,                     \
    isa::grad_check,                  \
    isa::row_grad_check,              \
-   isa::boundary_gradient}
+   isa::boundary_gradient,           \
+   isa::row_copy,                    \
+   isa::checksum}
 
 // Best first.
 #if FE_X86_LEVELS
@@ -134,6 +136,12 @@ void row_grad_check(const RowGradCheck* problems, int64_t count, const Parallel&
 }
 void boundary_gradient(const BoundaryGradient* problems, int64_t count, const Parallel& parallel) {
   for_each(active().kernels.boundary_gradient, problems, count, parallel);
+}
+void row_copy(const RowCopy* problems, int64_t count, const Parallel& parallel) {
+  for_each(active().kernels.row_copy, problems, count, parallel);
+}
+void checksum(const Checksum* problems, int64_t count, const Parallel& parallel) {
+  for_each(active().kernels.checksum, problems, count, parallel);
 }
 void scale_update(const ScaleUpdate& problem) {
   for (int64_t g = 0; g < problem.groups; ++g) {

@@ -25,6 +25,8 @@ struct Kernels {
   void (*grad_check)(const GradCheck&, const Parallel&);
   void (*row_grad_check)(const RowGradCheck&, const Parallel&);
   void (*boundary_gradient)(const BoundaryGradient&, const Parallel&);
+  void (*row_copy)(const RowCopy&, const Parallel&);
+  void (*checksum)(const Checksum&, const Parallel&);
 };
 
 #define FE_DECLARE_KERNELS(isa)                                        \
@@ -47,6 +49,8 @@ struct Kernels {
   void grad_check(const GradCheck&, const Parallel&);                  \
   void row_grad_check(const RowGradCheck&, const Parallel&);           \
   void boundary_gradient(const BoundaryGradient&, const Parallel&);    \
+  void row_copy(const RowCopy&, const Parallel&);                      \
+  void checksum(const Checksum&, const Parallel&);                     \
   }
 
 FE_DECLARE_KERNELS(baseline)

@@ -16,7 +16,6 @@ namespace fastemb::cuda {
 
 inline constexpr int kGranule = 8;
 inline constexpr int64_t kGradBlocks = FASTEMB_GRAD_BLOCKS;
-inline constexpr int kWarps = kBlock / kWarp;
 static_assert(kSquareChunk % (kBlock * kGranule) == 0);
 
 FE_DEVICE float infinity(float) { return bits_float(0x7f800000u); }

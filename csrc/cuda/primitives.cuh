@@ -19,6 +19,7 @@ namespace fastemb::cuda {
 
 inline constexpr int kWarp = 32;
 inline constexpr int kBlock = FASTEMB_BLOCK_THREADS;
+inline constexpr int kWarps = kBlock / kWarp;
 inline constexpr int64_t kMaxGridY = 65535;
 inline constexpr uint32_t kAllLanes = 0xffffffffu;
 
@@ -94,6 +95,10 @@ inline constexpr int kVector = 16 / static_cast<int>(sizeof(T));
 
 template <int kBytes>
 struct Word;
+template <>
+struct Word<1> {
+  using type = unsigned char;
+};
 template <>
 struct Word<2> {
   using type = unsigned short;
@@ -222,6 +227,20 @@ FE_DEVICE int64_t warp_max(int64_t x) {
   return x;
 }
 
+FE_DEVICE int64_t warp_min(int64_t x) {
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+    const int64_t other = exchange(x, distance);
+    x = other < x ? other : x;
+  }
+  return x;
+}
+
+// The first item of those that the warp of item k works on together, `lanes` (a power of two) on each. Loops ask for
+// it, not for k, so that whole warps go round and every lane takes part in their exchanges.
+FE_DEVICE int64_t first_of_warp(int64_t k, int32_t lanes) {
+  return lanes < kWarp ? k & -static_cast<int64_t>(kWarp / lanes) : k;
+}
+
 // All threads of the block have come here, and see what the others wrote before.
 FE_DEVICE void block_barrier() { __syncthreads(); }
 
@@ -231,6 +250,9 @@ FE_DEVICE void atomic_add(int64_t* to, int64_t x) {
 }
 FE_DEVICE void atomic_max(int64_t* to, int64_t x) {
   atomicMax(reinterpret_cast<long long*>(to), static_cast<long long>(x));
+}
+FE_DEVICE void atomic_min(int64_t* to, int64_t x) {
+  atomicMin(reinterpret_cast<long long*>(to), static_cast<long long>(x));
 }
 
 // ---- errors ------------------------------------------------------------------------------------------------------

@@ -72,12 +72,6 @@ FE_DEVICE int64_t table_row(const RowStep& r, int64_t k, int64_t num_rows) {
   return row >= 0 && row < r.num_embeddings ? row : -1;
 }
 
-// The first item of those that the warp of item k works on together, `lanes` (a power of two) on each. Loops ask for
-// it, not for k, so that whole warps go round and every lane takes part in their exchanges.
-FE_DEVICE int64_t first_of_warp(int64_t k, int32_t lanes) {
-  return lanes < kWarp ? k & -static_cast<int64_t>(kWarp / lanes) : k;
-}
-
 // What the first lane of each group of `lanes` <= kWarp lanes has.
 template <typename X>
 FE_DEVICE X of_first_lane(X x, int32_t lanes) {

@@ -5,6 +5,7 @@
 #include "torch/cpu_buffers.h"
 #include "torch/grad_operators.h"
 #include "torch/operators.h"
+#include "torch/record_operators.h"
 #include "torch/row_operators.h"
 
 namespace fastemb {
@@ -83,6 +84,19 @@ struct CpuBackend {
   void row_grad_check(const RowGradCheck& problem) const { cpu::row_grad_check(&problem, 1, parallel); }
   void boundary_gradient(const BoundaryGradient& problem) const { cpu::boundary_gradient(&problem, 1, parallel); }
   void scale_update(const ScaleUpdate& problem) const { cpu::scale_update(problem); }
+  void row_copy(const RowCopy& problem) const { cpu::row_copy(&problem, 1, parallel); }
+  void checksum(const Checksum& problem) const { cpu::checksum(&problem, 1, parallel); }
+  // Before anything is written: a row number that is not in [0, limit).
+  void check_rows(const int64_t* rows, int64_t num_rows, int64_t limit) const {
+    Bags bags{};
+    bags.indices = rows;
+    bags.index_type = IndexType::i64;
+    bags.num_indices = num_rows;
+    bags.num_bags = num_rows;
+    bags.bag_length = 1;
+    bags.num_embeddings = limit;
+    raise_if_bad(cpu::check_indices(bags, parallel), bags);
+  }
   void group_indices(GroupIndices problem) {
     problem.scratch_bytes = cpu::group_indices_scratch_bytes(problem.bags, parallel);
     problem.scratch = scratch(problem.scratch_bytes);
@@ -117,5 +131,6 @@ struct CpuBackend {
 FE_REGISTER_OPERATORS(CPU, CpuBackend)
 FE_REGISTER_ROW_OPERATORS(CPU, CpuBackend)
 FE_REGISTER_GRAD_OPERATORS(CPU, CpuBackend)
+FE_REGISTER_RECORD_OPERATORS(CPU, CpuBackend)
 
 }  // namespace fastemb

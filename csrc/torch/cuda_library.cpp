@@ -14,6 +14,7 @@
 #include "torch/cuda_errors.h"
 #include "torch/grad_operators.h"
 #include "torch/operators.h"
+#include "torch/record_operators.h"
 #include "torch/row_operators.h"
 
 namespace fastemb {
@@ -44,6 +45,7 @@ struct CudaBackend {
   // The kernels check what they read.
   void check(const Bags&) const {}
   void check_offsets(const Bags&) const {}
+  void check_rows(const int64_t*, int64_t, int64_t) const {}
 
   ErrorReport* error() { return reports.report_for(op, table); }
 
@@ -83,6 +85,8 @@ struct CudaBackend {
   void row_grad_check(const RowGradCheck& problem) { finish(cuda::row_grad_check(&problem, 1, stream)); }
   void boundary_gradient(const BoundaryGradient& problem) { finish(cuda::boundary_gradient(&problem, 1, stream)); }
   void scale_update(const ScaleUpdate& problem) { finish(cuda::scale_update(problem, stream)); }
+  void row_copy(const RowCopy& problem) { finish(cuda::row_copy(&problem, 1, stream)); }
+  void checksum(const Checksum& problem) { finish(cuda::checksum(&problem, 1, stream)); }
 
   void per_sample_backward(PerSampleBackward problem) {
     const int64_t acc_bytes = problem.weight_type == DType::f64 ? 8 : 4;
@@ -130,6 +134,7 @@ void check_errors(Tensor probe) {
 FE_REGISTER_OPERATORS(CUDA, CudaBackend)
 FE_REGISTER_ROW_OPERATORS(CUDA, CudaBackend)
 FE_REGISTER_GRAD_OPERATORS(CUDA, CudaBackend)
+FE_REGISTER_RECORD_OPERATORS(CUDA, CudaBackend)
 
 STABLE_TORCH_LIBRARY_IMPL(fastemb, CUDA, m) { m.impl("check_errors", TORCH_BOX(&check_errors)); }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import chain, count
 from typing import Any, NamedTuple, cast
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from fastemb import _row_queue
+from fastemb import _offloaded, _row_queue
+from fastemb._offloaded import device_of
 from fastemb._reference import accumulation_dtype
 from fastemb._row_queue import QueuedRows, RowQueue
 from fastemb._sleeping import TABLES
@@ -158,10 +159,14 @@ class RowOptimizer(StatefulOptimizer):
                 self._param_scaling,
                 self._clip_coefficient,
             )
-            positions = count()
-            for group in self.param_groups:
-                params = [(next(positions), param) for param in group["params"]]
-                self._step_group(group, params, scaling)
+            if self._offload is None:
+                self._step_groups(scaling)
+            else:
+                self._offload.begin(self, scaling)
+                try:
+                    self._step_groups(scaling)
+                finally:
+                    self._offload.end()
         return loss
 
     def _check_gradients(self) -> None:
@@ -183,6 +188,33 @@ class RowOptimizer(StatefulOptimizer):
                 state = self.state.get(param, {})
                 if sparse or not self._goes_through_torch(group, param, state):
                     self._check_row_update(group, param, sparse)
+                self._bind_offloaded(group, param, state)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            for param in group["params"]:
+                self._bind_offloaded(group, param, self.state.get(param, {}))
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    add_param_group.__doc__ = StatefulOptimizer.add_param_group.__doc__
+
+    def _bind_offloaded(self, group: Options, param: Tensor, state: State) -> None:
+        """Have the records of an offloaded table hold what its steps need."""
+        table = _offloaded.TABLES.get(id(param))
+        if table is None:
+            return
+        for option, value in (("rounding", "stochastic"), ("decay", "all"), ("lazy", "exact")):
+            if group.get(option) == value:
+                raise self._error(
+                    f"{option} of an offloaded table must be another than {value!r}, which needs "
+                    "the whole table or its row numbers in every step",
+                    value,
+                )
+        table.bind(self, self._row_states(param, group, state))
 
     def _check_queue(self, param: Tensor, queue: RowQueue) -> None:
         op = type(self).__name__
@@ -195,6 +227,15 @@ class RowOptimizer(StatefulOptimizer):
                 "sparse='fused', and cannot tell whether it overflowed; use "
                 "fastemb.amp.GradScaler, or sparse=True"
             )
+
+    def _step_groups(self, scaling: StepScaling) -> None:
+        positions = count()
+        for group in self.param_groups:
+            params = [(next(positions), param) for param in group["params"]]
+            if self._offload is None:
+                self._step_group(group, params, scaling)
+            else:
+                self._offload.run(partial(self._step_group, group, scaling=scaling), params)
 
     def _step_group(
         self, group: Options, params: Sequence[tuple[int, Tensor]], scaling: StepScaling
@@ -214,7 +255,10 @@ class RowOptimizer(StatefulOptimizer):
             state = self.state.get(param, {})
             if id(param) in TABLES:
                 release(self, param, state)
-            update = Update(position, param, grad, state, scaling.of(param), queued)
+            place, device = param, device_of(param)
+            if self._offload is not None:  # the step may be made with what is on the host
+                place, grad, device = self._offload.home(param, grad, state)
+            update = Update(position, place, grad, state, scaling.of(param, device), queued)
             if update.sparse and group.get("decay") == "all":
                 update = update._replace(
                     grad=dense_gradient(queued or grad, update.scaling.multiplier),
@@ -222,14 +266,19 @@ class RowOptimizer(StatefulOptimizer):
                     queued=None,
                 )
             sparse = update.sparse
-            if sparse or not self._goes_through_torch(group, param, state):
-                self._prepare(param, group, state, sparse=sparse)
-                self._add_master(param, group, state)
+            table = _offloaded.TABLES.get(id(param))
+            if table is not None:
+                self._add_step(param, state, table.steps)
+                state.update(table.host_states())
+                rows.append(update)
+            elif sparse or not self._goes_through_torch(group, place, state):
+                self._prepare(place, group, state, sparse=sparse)
+                self._add_master(place, group, state)
                 rows.append(update)
             else:
-                self._prepare_dense(param, group, state)
-                if _is_fused(group, param, self._fused_operator):
-                    fused[param.device, param.dtype, id(update.scaling)].append(update)
+                self._prepare_dense(place, group, state)
+                if _is_fused(group, place, self._fused_operator):
+                    fused[place.device, place.dtype, id(update.scaling)].append(update)
                 else:
                     functional.append(update)
             if state:  # SGD can do without
@@ -288,7 +337,10 @@ class RowOptimizer(StatefulOptimizer):
         sparse = update.sparse
         if param.numel() == 0:
             return
-        work = param.detach()
+        table = _offloaded.TABLES.get(id(param))
+        work, states = param.detach(), state
+        if table is not None:
+            work, states = table.leaf.detach(), {**state, **table.cache}
         view = as_table
         rows = used_rows = segments = sources = coefficients = None
         multiplier = scaling.multiplier
@@ -308,7 +360,7 @@ class RowOptimizer(StatefulOptimizer):
         if (values.dtype == torch.float64) != (param.dtype == torch.float64):
             values = values.to(accumulation_dtype(param.dtype))
 
-        lr, lr_tensor = _learning_rate(group["lr"], param.device)
+        lr, lr_tensor = _learning_rate(group["lr"], work.device)
         common = (
             rows,
             used_rows,
@@ -329,15 +381,19 @@ class RowOptimizer(StatefulOptimizer):
             group,
             RowCall(
                 view(work),
-                view(state["master"]) if has_master(param, group) else None,
-                {name: view(state[name]) for name in self._moments(group)},
-                {name: state[name] for name in ROW_COUNTERS if name in state},
+                view(states["master"]) if has_master(param, group) else None,
+                {name: view(states[name]) for name in self._moments(group)},
+                {name: states[name].view(-1) for name in ROW_COUNTERS if name in states},
                 common,
                 sparse,
                 param,
             ),
         )
-        if work.data_ptr() != param.data_ptr():
+        if table is not None:
+            assert queued is not None
+            torch.autograd.graph.increment_version(table.leaf)
+            table.stepped(queued, state["step"])
+        elif work.data_ptr() != param.data_ptr():
             param.copy_(work)
         else:
             torch.autograd.graph.increment_version(param)
@@ -360,7 +416,8 @@ def _learning_rate(lr: float | Tensor, device: torch.device) -> tuple[float, Ten
     if not isinstance(lr, Tensor):
         return float(lr), None
     dtype = lr.dtype if lr.dtype == torch.float64 else torch.float32
-    return 0.0, lr.to(device, dtype, non_blocking=True).reshape(())
+    # A copy to the host that nothing waits for would be read before it is there.
+    return 0.0, lr.to(device, dtype, non_blocking=device.type != "cpu").reshape(())
 
 
 def seed_of(group: Options, param: Tensor, position: int) -> int:

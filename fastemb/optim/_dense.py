@@ -60,7 +60,8 @@ def laid_out_like(tensor: Tensor, template: Tensor) -> Tensor:
 def scalar_for(value: float | Tensor, param: Tensor) -> float | Tensor:
     """A hyperparameter for torch's fused kernels: on the CPU or where the parameter is."""
     if isinstance(value, Tensor) and value.device.type != "cpu":
-        return value.to(param.device, non_blocking=True)
+        # A copy to the host that nothing waits for would be read before it is there.
+        return value.to(param.device, non_blocking=param.device.type != "cpu")
     return value
 
 

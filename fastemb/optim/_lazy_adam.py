@@ -12,7 +12,7 @@ from torch._compile import _disable_dynamo
 from fastemb.optim._base import RowCall, RowOptimizer, Update, seed_of
 from fastemb.optim._exact import Rule, all_sleepers_of, link, refuse_capture, sleepers_of
 from fastemb.optim._options import Options, require_number
-from fastemb.optim._states import State
+from fastemb.optim._states import ROW_COUNTERS, State
 
 _STATE_DTYPES = (None, torch.float32, torch.bfloat16)
 
@@ -51,15 +51,19 @@ class AdamRows(RowOptimizer):
 
     def _prepare(self, param: Tensor, group: Options, state: State, *, sparse: bool) -> None:
         super()._prepare(param, group, state, sparse=sparse)
+        wanted = self._counters(param, group)
+        for name in ROW_COUNTERS:
+            if name not in wanted:
+                state.pop(name, None)  # not kept up from here on
+            elif sparse:
+                self._add_counter(param, state, name)
+
+    def _counters(self, param: Tensor, group: Options) -> tuple[str, ...]:
         wanted = {
             "row_step": self._keeps_row_step(param, group),
             "row_count": group["row_bias_correction"],
         }
-        for name, wants in wanted.items():
-            if not wants:
-                state.pop(name, None)  # not kept up from here on
-            elif sparse:
-                self._add_counter(param, state, name)
+        return tuple(name for name in ROW_COUNTERS if wanted[name])
 
     def _keeps_row_step(self, param: Tensor, group: Options) -> bool:
         return False

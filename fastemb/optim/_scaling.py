@@ -67,12 +67,13 @@ class StepScaling:
         # Parameters that share flags and a device share one Scaling, and so one kernel launch.
         self._known: dict[tuple[object, ...], Scaling] = {}
 
-    def of(self, param: Tensor) -> Scaling:
+    def of(self, param: Tensor, device: torch.device) -> Scaling:
+        """That of a parameter, for a step on ``device``."""
         own = self._of_params.get(param)
-        key = (param.device, None if own is None else (id(own[0]), id(own[1])))
+        key = (device, None if own is None else (id(own[0]), id(own[1])))
         scaling = self._known.get(key)
         if scaling is None:
-            scaling = self._known[key] = self._make(param.device, own)
+            scaling = self._known[key] = self._make(device, own)
         return scaling
 
     def _make(

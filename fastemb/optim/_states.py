@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from fastemb import _offloaded
 from fastemb._memory import advise_huge_pages
+from fastemb._offloaded import RowState, device_of
 from fastemb._reference import accumulation_dtype
 from fastemb._row_queue import drop
 from fastemb.optim._options import Options, check_options, option_error, require_number
+
+if TYPE_CHECKING:
+    from fastemb.offload._dense import DenseOffload, HostStates
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 _DTYPES = (*LOW_PRECISION, torch.float32, torch.float64)
@@ -29,9 +34,10 @@ State = dict[str, Any]
 class StatefulOptimizer(torch.optim.Optimizer):
     """The part of an optimizer that is not its step.
 
-    The state of a parameter holds, as far as they are needed:
+    The state of a parameter holds, as far as they are needed (for an offloaded table views of its
+    records, which are up to date after its engine's ``flush``):
 
-    - ``step``: [] float32 on the device of the parameter, where it is read without waiting;
+    - ``step``: [] float32 where the step is made, and there read without waiting;
     - moments: FP32 (FP64 for float64 parameters) in the parameter's shape, unless the subclass
       says otherwise;
     - ``master``: the FP32 copy of a float16 or bfloat16 parameter;
@@ -47,9 +53,27 @@ class StatefulOptimizer(torch.optim.Optimizer):
     # Whether also a dense step works on rows, so that states have to be contiguous.
     _row_wise = False
 
-    def __init__(self, params: ParamsT, defaults: Options) -> None:
+    # What keeps dense parameters and their states on the host: option ``offload``.
+    _offload: DenseOffload | None = None
+
+    def __init__(
+        self, params: ParamsT, defaults: Options, offload: str | HostStates | None = None
+    ) -> None:
+        if offload is not None:
+            self._offload = self._new_offload(offload)
         self._check_options(defaults)
         super().__init__(params, defaults)
+
+    def _new_offload(self, offload: object) -> DenseOffload:
+        from fastemb.offload._dense import DenseOffload, HostStates  # which need this package
+
+        if offload == "cpu":
+            offload = HostStates()
+        if not isinstance(offload, HostStates):
+            raise self._error(
+                "offload must be 'cpu', a fastemb.offload.HostStates or None, the default", offload
+            )
+        return DenseOffload(type(self).__name__, offload)
 
     # ---- groups ----
 
@@ -76,6 +100,18 @@ class StatefulOptimizer(torch.optim.Optimizer):
         except BaseException:
             self.param_groups.pop()
             raise
+        self._name_params()
+
+    def _name_params(self) -> None:
+        """Tell the offload what messages call the parameters: by their name or their number."""
+        if self._offload is None:
+            return
+        position = 0
+        for group in self.param_groups:
+            for index, param in enumerate(group["params"]):
+                names = group.get("param_names")
+                self._offload.name(param, str(position) if names is None else names[index])
+                position += 1
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -88,6 +124,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def _check_options(self, options: Options) -> None:
         """Raise for options, of the constructor or of a group, outside their values."""
         check_options(type(self).__name__, options, self._decays)
+        if self._offload is not None:
+            for name in ("capturable", "differentiable"):
+                if options.get(name):
+                    raise self._error(f"{name} must be False with offload=", options[name])
 
     def _require_number(
         self, options: Options, name: str, low: float = 0.0, *, open_low: bool = False
@@ -112,9 +152,34 @@ class StatefulOptimizer(torch.optim.Optimizer):
             return param.shape[:1]
         return param.shape if name == "master" or name in self._moment_names else None
 
+    def _counters(self, param: Tensor, group: Options) -> tuple[str, ...]:
+        """Those of `ROW_COUNTERS` that a sparse step with these options keeps."""
+        return ()
+
+    def _row_states(self, param: Tensor, group: Options, state: State) -> list[RowState]:
+        """What the records of an offloaded table have to hold for a step."""
+        states = []
+        for name, fill in self._moments(group).items():
+            shape = self._state_shape(param, name)
+            assert shape is not None
+            width = shape.numel() // max(len(param), 1)
+            dtype = self._moment_dtype(param, group)
+            states.append(RowState(name, dtype, width, len(shape) == 1, fill))
+        if has_master(param, group):
+            states.append(RowState("master", torch.float32, param.shape[1], False, None))
+        for name in self._counters(param, group):
+            steps = float(state["step"]) if "step" in state else 0.0
+            states.append(RowState(name, torch.int32, 1, True, steps))
+        return states
+
+    def _device_of(self, param: Tensor) -> torch.device:
+        """Where the states of a parameter are."""
+        return device_of(param) if self._offload is None else self._offload.device_of(param)
+
     def _add_step(self, param: Tensor, state: State, first: float = 0.0) -> None:
         if "step" not in state:
-            state["step"] = torch.full((), first, dtype=torch.float32, device=param.device)
+            device = self._device_of(param)
+            state["step"] = torch.full((), first, dtype=torch.float32, device=device)
 
     def _add_moments(self, param: Tensor, group: Options, state: State) -> None:
         for name, initial in self._moments(group).items():
@@ -137,18 +202,43 @@ class StatefulOptimizer(torch.optim.Optimizer):
         shape = self._state_shape(param, name)
         if shape is None or shape == param.shape:
             return self._empty_like(param, dtype)
-        state = torch.empty(shape, dtype=dtype, device=param.device)
+        state = torch.empty(shape, dtype=dtype, device=self._device_of(param))
         advise_huge_pages(state)
         return state
 
     def _empty_like(self, param: Tensor, dtype: torch.dtype) -> Tensor:
         """Memory of the parameter's shape, laid out as the kernels want it, on huge pages."""
         layout = torch.contiguous_format if self._row_wise else torch.preserve_format
-        state = torch.empty_like(param, dtype=dtype, memory_format=layout, requires_grad=False)
+        device = self._device_of(param)
+        state = torch.empty_like(
+            param, dtype=dtype, device=device, memory_format=layout, requires_grad=False
+        )
         advise_huge_pages(state)
         return state
 
     # ---- state_dict ----
+
+    @_disable_dynamo
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; states of offloaded tables are brought up to date, and copied."""
+        params = list(chain.from_iterable(group["params"] for group in self.param_groups))
+        tables = {
+            index: table
+            for index, param in enumerate(params)
+            if (table := _offloaded.TABLES.get(id(param))) is not None
+        }
+        for table in tables.values():
+            table.flush()
+        state_dict = super().state_dict()
+        for index in tables.keys() & state_dict["state"].keys():
+            state = state_dict["state"][index]
+            state_dict["state"][index] = {
+                name: value.clone(memory_format=torch.contiguous_format)
+                if isinstance(value, Tensor)
+                else value
+                for name, value in state.items()
+            }
+        return state_dict
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -167,6 +257,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
+        if self._offload is not None:
+            self._offload.reset()
 
     def _hide(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """``state_dict`` with its states out of sight of torch's cast; their shapes are checked."""
@@ -186,14 +278,26 @@ class StatefulOptimizer(torch.optim.Optimizer):
             states[key] = {name: _Hidden(value) for name, value in states[key].items()}
         return {**state_dict, "state": states}
 
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        return state if self._offload is None else {**state, "_offload": self._offload.config}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if "_offload" in state:  # a copy, or one from a pickle; not what load_state_dict hands over
+            self._offload = self._new_offload(state["_offload"])
+            self._name_params()
         for group in self.param_groups:
             for name, default in self.defaults.items():
                 group.setdefault(name, default)
             for param in group["params"]:
-                if param in self.state:
+                if param not in self.state:
+                    continue
+                table = _offloaded.TABLES.get(id(param))
+                if table is None:
                     self.state[param] = self._loaded(param, group, self.state[param])
+                else:
+                    self.state[param] = self._loaded_records(table, param, group, self.state[param])
 
     def _loaded(self, param: Tensor, group: Options, state: State) -> State:
         """``state`` with what `_hide` has hidden in the dtype, device and layout of a step."""
@@ -204,13 +308,13 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 continue
             value = value.value
             if name == "step":  # a number in torch's SparseAdam
-                step = torch.as_tensor(value, dtype=torch.float32, device=param.device)
+                step = torch.as_tensor(value, dtype=torch.float32, device=self._device_of(param))
                 result[name] = step.detach().clone()
             elif not isinstance(value, Tensor):
                 if value is not None:  # torch's SGD without momentum
                     result[name] = value
             elif self._state_shape(param, name) is None:  # somebody else's
-                result[name] = value.detach().to(param.device, copy=True)
+                result[name] = value.detach().to(self._device_of(param), copy=True)
             elif name in self._moment_names:
                 dtype = self._moment_dtype(param, group)
                 result[name] = self._new_state(param, name, dtype).copy_(value)
@@ -219,6 +323,30 @@ class StatefulOptimizer(torch.optim.Optimizer):
             # Else a master or a row counter has been through torch's optimizer, which casts it
             # and does not keep it up: it is made again when a step needs it.
         return result
+
+    def _loaded_records(
+        self, table: _offloaded.OffloadedTable, param: Tensor, group: Options, state: State
+    ) -> State:
+        """The same for an offloaded table, whose records take what they have room for."""
+        values = {
+            name: value.value if isinstance(value, _Hidden) else value
+            for name, value in state.items()
+        }
+        result: State = {}
+        if "step" in values:
+            step = torch.as_tensor(values["step"], dtype=torch.float32)
+            result["step"] = step.detach().to(table.device, copy=True)
+        table.bind(self, self._row_states(param, group, result))
+        table.flush()
+        views = table.host_states()
+        for name, view in views.items():
+            value = values.get(name)
+            if isinstance(value, Tensor):
+                view.copy_(value)
+            elif name == "master":
+                view.copy_(param.detach())
+        table.replaced()
+        return {**result, **views}
 
 
 class _Hidden:

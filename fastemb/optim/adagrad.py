@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from fastemb.optim._options import Options
 from fastemb.optim._scaling import Scaling
 from fastemb.optim._states import ParamsT
 
+if TYPE_CHECKING:
+    from fastemb.offload._dense import HostStates
+
 __all__ = ["Adagrad", "RowWiseAdagrad"]
 
 
@@ -22,8 +26,10 @@ class _AdagradBase(RowOptimizer):
 
     _moment_names = ("sum",)
 
-    def __init__(self, params: ParamsT, defaults: Options) -> None:
-        super().__init__(params, defaults)
+    def __init__(
+        self, params: ParamsT, defaults: Options, offload: str | HostStates | None
+    ) -> None:
+        super().__init__(params, defaults, offload)
         for group in self.param_groups:
             for param in group["params"]:
                 self._prepare(param, group, self.state[param], sparse=False)
@@ -72,6 +78,7 @@ class Adagrad(_AdagradBase):
         master: see `Adam`.
         rounding: see `Adam`.
         seed: see `Adam`.
+        offload: see `Adam`.
 
     Raises:
         ValueError: an option outside the values above; a parameter or gradient of another kind.
@@ -99,6 +106,7 @@ class Adagrad(_AdagradBase):
         master: str | None = None,
         rounding: str = "nearest",
         seed: int = 0,
+        offload: str | HostStates | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -115,7 +123,7 @@ class Adagrad(_AdagradBase):
             "rounding": rounding,
             "seed": seed,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, offload)
 
     def _row_step(self, group: Options, call: RowCall) -> None:
         torch.ops.fastemb.row_adagrad_(
@@ -191,6 +199,7 @@ class RowWiseAdagrad(_AdagradBase):
         master: see `Adam`.
         rounding: see `Adam`.
         seed: see `Adam`.
+        offload: see `Adam`.
 
     Raises:
         ValueError: an option outside the values above; a parameter or gradient of another kind.
@@ -215,6 +224,7 @@ class RowWiseAdagrad(_AdagradBase):
         master: str | None = None,
         rounding: str = "nearest",
         seed: int = 0,
+        offload: str | HostStates | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -228,7 +238,7 @@ class RowWiseAdagrad(_AdagradBase):
             "rounding": rounding,
             "seed": seed,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, offload)
 
     def _state_shape(self, param: Tensor, name: str) -> torch.Size | None:
         if name == "sum":

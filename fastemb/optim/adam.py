@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from fastemb.optim._lazy_adam import AdamRows, LazyAdam
 from fastemb.optim._options import Options
 from fastemb.optim._scaling import Scaling
 from fastemb.optim._states import ParamsT
+
+if TYPE_CHECKING:
+    from fastemb.offload._dense import HostStates
 
 __all__ = ["Adam", "AdamW", "SparseAdam"]
 
@@ -71,6 +74,10 @@ class Adam(LazyAdam):
             optimizer, the step, the row and the column, and on nothing else.
         state_dtype: of the moments; ``torch.bfloat16`` halves their memory. Default: float32
             (float64 for float64 parameters).
+        offload: ``"cpu"``: the states and masters of parameters with dense gradients are in host
+            memory, and so is their step; or `fastemb.offload.HostStates`, which says how. The
+            result is that of a step on the CPU, bit for bit. Not with ``capturable`` and
+            ``differentiable``.
 
     **lazy="exact".** The result is that of dense Adam or AdamW, to the last digits: momentum goes
     on moving a row whose gradient is zero, its moments fade, and weight decay shrinks it. Such rows
@@ -117,6 +124,7 @@ class Adam(LazyAdam):
         rounding: str = "nearest",
         seed: int = 0,
         state_dtype: torch.dtype | None = None,
+        offload: str | HostStates | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -138,7 +146,7 @@ class Adam(LazyAdam):
             "seed": seed,
             "state_dtype": state_dtype,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, offload)
 
     def _check_options(self, options: Options) -> None:
         super()._check_options(options)
@@ -237,6 +245,7 @@ class AdamW(Adam):
         rounding: str = "nearest",
         seed: int = 0,
         state_dtype: torch.dtype | None = None,
+        offload: str | HostStates | None = None,
     ) -> None:
         super().__init__(
             params,
@@ -258,6 +267,7 @@ class AdamW(Adam):
             rounding=rounding,
             seed=seed,
             state_dtype=state_dtype,
+            offload=offload,
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -283,6 +293,7 @@ class SparseAdam(AdamRows):
         rounding: see `Adam`.
         seed: see `Adam`.
         state_dtype: see `Adam`.
+        offload: see `Adam`.
 
     Raises:
         ValueError: an option outside the values above; a parameter or gradient of another kind.
@@ -302,6 +313,7 @@ class SparseAdam(AdamRows):
         rounding: str = "nearest",
         seed: int = 0,
         state_dtype: torch.dtype | None = None,
+        offload: str | HostStates | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -314,7 +326,7 @@ class SparseAdam(AdamRows):
             "seed": seed,
             "state_dtype": state_dtype,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, offload)
 
     def _check_options(self, options: Options) -> None:
         super()._check_options(options)

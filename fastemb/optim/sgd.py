@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from fastemb.optim._dense import DenseUpdate, run_fused, scalar_for
 from fastemb.optim._options import Options
 from fastemb.optim._scaling import Scaling
 from fastemb.optim._states import ParamsT, State
+
+if TYPE_CHECKING:
+    from fastemb.offload._dense import HostStates
 
 __all__ = ["SGD"]
 
@@ -48,6 +52,7 @@ class SGD(RowOptimizer):
         master: see `Adam`.
         rounding: see `Adam`.
         seed: see `Adam`.
+        offload: see `Adam`.
 
     Raises:
         ValueError: an option outside the values above; a parameter or gradient of another kind.
@@ -77,6 +82,7 @@ class SGD(RowOptimizer):
         master: str | None = None,
         rounding: str = "nearest",
         seed: int = 0,
+        offload: str | HostStates | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -93,7 +99,7 @@ class SGD(RowOptimizer):
             "rounding": rounding,
             "seed": seed,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, offload)
 
     def _check_options(self, options: Options) -> None:
         super()._check_options(options)

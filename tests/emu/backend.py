@@ -7,6 +7,7 @@ a marker before the kernels run, so what they leave unwritten shows.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -52,11 +53,14 @@ def build(block: int, sanitize: bool, source: str = "kernels") -> Path:
         digest.update(path.read_bytes())
     folder = HERE / "build" / digest.hexdigest()[:16]
     module = folder / f"fastemb_emu_{source}.so"
-    if not module.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f"{source}.{os.getpid()}.partial"
-        subprocess.run([*command, "-o", str(partial)], check=True)
-        partial.rename(module)
+    folder.mkdir(parents=True, exist_ok=True)
+    # Other test processes that want the same module wait for it.
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not module.exists():
+            partial = folder / f"{source}.partial"
+            subprocess.run([*command, "-o", str(partial)], check=True)
+            partial.rename(module)
     return module
 
 

@@ -341,6 +341,13 @@ inline long long atomicMax(long long* at, long long value) {
   return old;
 }
 
+inline long long atomicMin(long long* at, long long value) {
+  fastemb_emu::yield();
+  const long long old = *at;
+  if (value < old) *at = value;
+  return old;
+}
+
 inline void __threadfence_system() {}
 
 // Built without contraction and without fma, so the plain operators round one by one.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 import pytest
+from draws import drawn
 from hypothesis import settings
 from hypothesis import strategies as st
 
@@ -24,9 +25,4 @@ orders = st.tuples(st.sampled_from(["forward", "backward", "shuffled"]), st.inte
 
 def examples_of(number: int, sanitized: int) -> settings:
     """So many examples, the same in every run."""
-    return settings(
-        max_examples=sanitized if SANITIZE else number,
-        deadline=None,
-        derandomize=True,
-        database=None,
-    )
+    return drawn(sanitized if SANITIZE else number, derandomize=True, database=None)

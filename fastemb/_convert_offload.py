@@ -1,0 +1,94 @@
+"""`fastemb.convert` for tables that go to an engine of `fastemb.offload`, and the way back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fastemb._convert_report import display
+from fastemb.nn import Embedding, EmbeddingBag
+
+if TYPE_CHECKING:
+    from fastemb.offload._table import Table
+    from fastemb.offload.engine import OffloadEngine
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    return "_table" in vars(module)
+
+
+def table_name(name: str) -> str:
+    """What the engine calls the table of the module ``name``; "" is the model itself."""
+    return name or "embedding"
+
+
+def refuse_changes(chosen: dict[str, Any], dtype: torch.dtype | None, sparse: object) -> None:
+    """Raise `ValueError` where tables are offloaded already and would change."""
+    for name, module in chosen.items():
+        if not is_offloaded(module):
+            continue
+        if sparse not in (None, "fused"):
+            raise ValueError(
+                f"convert: {display(name)} is offloaded, so sparse must be 'fused' or None, "
+                f"got {sparse!r}"
+            )
+        if dtype not in (None, module.weight.dtype):
+            raise ValueError(
+                f"convert: {display(name)} is offloaded as {module.weight.dtype}, so its dtype "
+                f"cannot change, got {dtype}; fastemb.revert(model) first"
+            )
+
+
+def adopt(
+    engine: OffloadEngine, chosen: dict[str, Any], dtype: torch.dtype | None
+) -> dict[str, Table]:
+    """Have the engine take over the tables, all or none; the modules are not changed yet.
+
+    Raises:
+        ValueError, FileExistsError, ...: what `OffloadEngine.adopt` raises; a table with hooks or a
+            gradient.
+    """
+    done: dict[str, Table] = {}
+    new: list[Table] = []
+    try:
+        for name, module in chosen.items():
+            weight = module.weight
+            if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+                raise ValueError(
+                    f"convert: the weight of {display(name)} has hooks, but an offloaded table has "
+                    "no gradient to call them with; remove them"
+                )
+            if weight.grad is not None:
+                raise ValueError(
+                    f"convert: {display(name)} has a gradient, which an offloaded table cannot "
+                    "keep; call zero_grad() first"
+                )
+            known = len(engine.tables)
+            table = done[name] = engine.adopt(weight, table_name(name), dtype or weight.dtype)
+            if len(engine.tables) > known:
+                new.append(table)
+    except BaseException:
+        for table in new:
+            engine.forget(table)
+        raise
+    return done
+
+
+def give(module: Any, engine: OffloadEngine, name: str) -> None:
+    """Make a converted module one of `fastemb.offload`."""
+    from fastemb.offload import modules  # not above: it imports what convert is part of
+
+    kinds = {Embedding: modules.Embedding, EmbeddingBag: modules.EmbeddingBag}
+    if type(module) in kinds:
+        module.__class__ = kinds[type(module)]
+    module._offload(engine, table_name(name))
+
+
+def take_back(module: Any) -> None:
+    """Give a module its weights back, in memory of its own and up to date."""
+    table = module._table
+    if table.weight is module.weight and table.engine.tables.get(table.name) is table:
+        table.give_back()
+    del module._table, module.engine

@@ -1,0 +1,95 @@
+"""Tables whose rows live in host memory: what lookups and optimizers have to know about them.
+
+`fastemb.offload` enters such a table here, by the id of its parameter. The parameter is the host
+table; lookups and steps work on a cache of rows on the device, under slot numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fastemb._row_queue import QueuedRows
+
+
+class HeldSlots(Protocol):
+    """Slots that keep their rows as long as this object lives.
+
+    Attributes:
+        weight: the parameter, the host table.
+    """
+
+    @property
+    def weight(self) -> Tensor: ...
+
+
+class RowState(NamedTuple):
+    """A state that an optimizer keeps for every row.
+
+    Attributes:
+        name: as in the state of the parameter.
+        dtype: of its elements.
+        width: elements per row.
+        flat: whether it is a vector over the rows, not a matrix.
+        fill: its first value; None: that of the parameter, in FP32.
+    """
+
+    name: str
+    dtype: torch.dtype
+    width: int
+    flat: bool
+    fill: float | None
+
+
+class OffloadedTable(Protocol):
+    """One table.
+
+    Attributes:
+        device: of the cache, where the kernels run.
+        leaf: [slots, dim], the weights in the cache; what lookups read.
+        cache: all that is in the cache, [slots, width] each, by name.
+    """
+
+    device: torch.device
+
+    @property
+    def leaf(self) -> Tensor: ...
+
+    @property
+    def cache(self) -> Mapping[str, Tensor]: ...
+
+    def bind(self, optimizer: object, states: Sequence[RowState]) -> None:
+        """Make room for the states in the records; nothing happens where they have it.
+
+        Raises:
+            RuntimeError: another optimizer has its states there.
+        """
+
+    def host_states(self) -> dict[str, Tensor]:
+        """Views of the states in host memory, by name, as `RowState` describes them."""
+
+    @property
+    def steps(self) -> float:
+        """Steps that the states in the records have seen already."""
+
+    def stepped(self, part: QueuedRows, step: Tensor) -> None:
+        """The rows of a queued gradient were updated in the cache, in the optimizer's ``step``."""
+
+    def flush(self) -> None:
+        """Bring the host table, and the states in it, up to date."""
+
+    def replaced(self) -> None:
+        """The host table, or the states in it, was written: forget the cache."""
+
+
+# By id of the parameter. An entry goes when its parameter does.
+TABLES: dict[int, OffloadedTable] = {}
+
+
+def device_of(param: Tensor) -> torch.device:
+    """Where the steps of a parameter run."""
+    table = TABLES.get(id(param))
+    return param.device if table is None else table.device

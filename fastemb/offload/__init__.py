@@ -1,0 +1,15 @@
+"""Embedding tables and optimizer states in host memory, with every byte verified on its way."""
+
+from fastemb.offload._slots import CacheTooSmallError
+from fastemb.offload.engine import OffloadEngine, OffloadStats
+from fastemb.offload.errors import IntegrityError
+from fastemb.offload.modules import Embedding, EmbeddingBag
+
+__all__ = [
+    "CacheTooSmallError",
+    "Embedding",
+    "EmbeddingBag",
+    "IntegrityError",
+    "OffloadEngine",
+    "OffloadStats",
+]

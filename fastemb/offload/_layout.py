@@ -1,0 +1,98 @@
+"""What a record consists of, and where its fields are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+HEADER_BYTES = 16  # checksum and version, 8 bytes each
+_FIELD_ALIGNMENT = 8  # a word of the checksum
+_RECORD_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class Field:
+    """One part of a record.
+
+    Attributes:
+        name: "weight", or as the optimizer calls its state.
+        dtype: of its elements.
+        width: elements per row.
+        fill: what the elements are at first; None: the values of the weight.
+    """
+
+    name: str
+    dtype: torch.dtype
+    width: int
+    fill: float | None = 0.0
+
+    @property
+    def bytes(self) -> int:
+        """Of one row, without padding."""
+        return self.width * self.dtype.itemsize
+
+
+class RecordLayout:
+    """Header and fields one after the other.
+
+    Attributes:
+        fields: "weight" comes first.
+        offsets: byte at which each field begins, a multiple of 8; what lies between is zero.
+        record_bytes: size of a record, a multiple of 16.
+        has_gaps: whether there are bytes that belong to no field.
+    """
+
+    def __init__(self, fields: Iterable[Field]) -> None:
+        self.fields = tuple(fields)
+        self.offsets: dict[str, int] = {}
+        end = HEADER_BYTES
+        for field in self.fields:
+            self.offsets[field.name] = end
+            end += -(-field.bytes // _FIELD_ALIGNMENT) * _FIELD_ALIGNMENT
+        self._payload_end = end
+        self.record_bytes = -(-end // _RECORD_ALIGNMENT) * _RECORD_ALIGNMENT
+        used = HEADER_BYTES + sum(field.bytes for field in self.fields)
+        self.has_gaps = used != self.record_bytes
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RecordLayout) and self.signature() == other.signature()
+
+    def __hash__(self) -> int:
+        return hash(self.signature())
+
+    def signature(self) -> tuple[tuple[str, torch.dtype, int], ...]:
+        """What two layouts must agree in for records to be exchanged."""
+        return tuple((field.name, field.dtype, field.width) for field in self.fields)
+
+    def __str__(self) -> str:
+        parts = (
+            f"{field.name} {str(field.dtype).removeprefix('torch.')}[{field.width}]"
+            for field in self.fields
+        )
+        return ", ".join(parts)
+
+    def headers(self, records: Tensor) -> Tensor:
+        """[n, 2] int64 view of ``records`` [n, record_bytes] uint8."""
+        return records[:, :HEADER_BYTES].view(torch.int64)
+
+    def payload(self, records: Tensor) -> Tensor:
+        """What the checksum of ``records`` [n, record_bytes] is taken of, as one piece."""
+        return records[:, HEADER_BYTES : self._payload_end]
+
+    def views(self, records: Tensor) -> dict[str, Tensor]:
+        """Name -> [n, width] view of ``records`` [n, record_bytes] uint8, whose rows lie apart."""
+        return {
+            field.name: records[:, begin : begin + field.bytes].view(field.dtype)
+            for field in self.fields
+            for begin in (self.offsets[field.name],)
+        }
+
+    def slots(self, number: int, device: torch.device) -> dict[str, Tensor]:
+        """Name -> zeros [number, width] on ``device``: fields of records in arrays of their own."""
+        return {
+            field.name: torch.zeros(number, field.width, dtype=field.dtype, device=device)
+            for field in self.fields
+        }

@@ -1,0 +1,516 @@
+"""One offloaded table: records on the host, a cache on the device, and how they stay equal."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastemb import _offloaded, _reference
+from fastemb._memory import advise_huge_pages
+from fastemb._offloaded import RowState
+from fastemb._row_queue import QueuedRows, refuse_waiting
+from fastemb.nn._table import keep_full_gradients
+from fastemb.offload._host import HostTable
+from fastemb.offload._lanes import Event
+from fastemb.offload._layout import Field, RecordLayout
+from fastemb.offload._slots import CacheTooSmallError, Policy, SlotMap
+from fastemb.offload.errors import IntegrityError
+
+if TYPE_CHECKING:
+    from fastemb.offload.engine import OffloadEngine
+
+_ops = torch.ops.fastemb
+
+
+class HeldRows:
+    """Rows that stay in their slots as long as this object lives."""
+
+    def __init__(self, table: Table, rows: Tensor, slots: Tensor) -> None:
+        self.table = table
+        self.rows = rows
+        self.slots = slots
+
+    @property
+    def weight(self) -> Tensor:
+        return self.table.weight
+
+    def __del__(self) -> None:
+        # On whatever thread the last reference goes; the planner comes by.
+        self.table.released.append(self.slots)
+
+
+class Lookup(NamedTuple):
+    """A lookup in terms of slots.
+
+    Attributes:
+        slots: of the ids, in their shape.
+        padding: slot of the padding row, None: none of the ids is it.
+        held: keeps the rows where they are.
+    """
+
+    slots: Tensor
+    padding: int | None
+    held: HeldRows
+
+
+class Table:
+    """See `fastemb._offloaded.OffloadedTable` for what optimizers use.
+
+    Attributes:
+        name: in messages, and of the file.
+        weight: the parameter. Its memory is that of the records once there are any.
+        host, slots, headers, leaf, cache: from the first use on.
+        collected, stored: see `fastemb.offload._transfers.CachedTable`.
+        delivered: the last fetch.
+        spoiled: rows in the cache whose fetch has failed.
+        released: slots whose pins are to be taken away.
+        hits, misses: distinct rows of batches that were, or were not, in the cache.
+    """
+
+    host: HostTable
+    slots: SlotMap
+    headers: Tensor
+    leaf: nn.Parameter
+    _slot_of_current: Tensor
+
+    def __init__(
+        self,
+        engine: OffloadEngine,
+        name: str,
+        weight: nn.Parameter,
+        num_slots: int,
+        policy: Policy,
+        seed: int,
+    ) -> None:
+        self.name = name
+        self.device = engine.device
+        self.num_slots = num_slots
+        self.cache: dict[str, Tensor] = {}
+        self.collected: Event | None = None
+        self.stored: Event | None = None
+        self.delivered: Event | None = None
+        self.spoiled: list[Tensor] = []
+        self.released: deque[Tensor] = deque()
+        self.hits = 0
+        self.misses = 0
+        self.current: list[HeldRows] = []
+        self._engine = weakref.ref(engine)
+        self._weight = weakref.ref(weight)
+        self._policy: Policy = policy
+        self._seed = seed
+        self._states: tuple[RowState, ...] = ()
+        self._optimizer: weakref.ref[object] | None = None
+        self._step: Tensor | None = None
+        self._version = weight._version
+        self._opened = False
+        self._sealed = False
+
+    # ---- memory ----
+
+    @property
+    def engine(self) -> OffloadEngine:
+        engine = self._engine()
+        if engine is None:
+            raise RuntimeError(f"table {self.name!r}: its OffloadEngine is gone")
+        return engine
+
+    @property
+    def weight(self) -> nn.Parameter:
+        weight = self._weight()
+        if weight is None:
+            raise RuntimeError(f"table {self.name!r}: its module is gone")
+        return weight
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, dim = self.weight.shape
+        return rows, dim
+
+    def layout(self) -> RecordLayout:
+        weight = Field("weight", self.weight.dtype, self.shape[1])
+        states = (Field(s.name, s.dtype, s.width, s.fill) for s in self._states)
+        return RecordLayout((weight, *states))
+
+    def take(self, host: HostTable, sealed: bool, dtype: torch.dtype) -> None:
+        """Records that are there already, in a file. Nothing else changes before `open`.
+
+        Args:
+            sealed: whether they are whole; else the module still writes its weight.
+
+        Raises:
+            ValueError: they are of another table.
+        """
+        wanted = Field("weight", dtype, self.shape[1])
+        there = host.layout.fields[0]
+        if (there.name, there.dtype, there.width) != (wanted.name, wanted.dtype, wanted.width) or (
+            host.num_rows != self.shape[0]
+        ):
+            host.close()
+            raise ValueError(
+                f"table {self.name!r}: the file has weight {there.dtype} "
+                f"[{host.num_rows}, {there.width}], the module {dtype} {list(self.shape)}"
+            )
+        self.host = host
+        self._sealed = sealed
+        self._states = _row_states(host.layout)
+
+    @torch.no_grad()
+    def open(self) -> None:
+        """Make records and cache, at the first use; before it nothing is known of the optimizer."""
+        if self._opened:
+            return
+        path = self.engine._path(self.name)
+        if not hasattr(self, "host"):
+            layout = self.layout()
+            self.host = HostTable.create(
+                *(self.name, self.shape[0], layout),
+                seed=self._seed,
+                storage=path,
+                pin=path is None and self.device.type == "cuda",
+            )
+            self._fill(layout, self.weight.detach())
+        if not self._sealed:
+            self.host.seal()
+            self.host.flush(self.engine.step)
+        if _signature(self._states) != _signature(_row_states(self.host.layout)):
+            self.host = self.host.rebuilt(self.layout())
+        self._point_weight()
+        self._open_cache()
+
+    def give_back(self) -> None:
+        """Let the parameter have memory of its own again, up to date, on the engine's device."""
+        self.open()
+        self.flush()
+        weight = self.weight
+        values = weight.detach().clone(memory_format=torch.contiguous_format)
+        weight.data = values.to(self.device)
+        advise_huge_pages(weight)
+        self.engine.forget(self)
+
+    def _fill(self, layout: RecordLayout, values: Tensor) -> None:
+        for field in layout.fields:
+            target = self.host.fields[field.name]
+            if field.name == "weight" or field.fill is None:
+                target.copy_(values)
+            else:
+                target.fill_(field.fill)
+
+    def _point_weight(self) -> None:
+        """Let the parameter be the host table, from which the module reads and saves."""
+        weight = self.weight
+        weight.data = self.host.fields["weight"]
+        self._version = weight._version
+
+    def _open_cache(self) -> None:
+        rows, _ = self.shape
+        with torch.inference_mode(False):
+            self.slots = SlotMap(self.name, rows, self.num_slots, self._policy)
+            self.headers = torch.zeros(self.num_slots, 2, dtype=torch.int64, device=self.device)
+            self._slot_of_current = torch.full((rows,), -1, dtype=torch.int32, device=self.device)
+            self._make_cache()
+            self.leaf = nn.Parameter(self.cache["weight"], self.weight.requires_grad)
+            keep_full_gradients(self.leaf)
+        self.engine.transfers.make_room(self.host.layout.record_bytes)
+        self._opened = True
+
+    def _make_cache(self) -> None:
+        old = self.cache
+        self.cache = {
+            name: old.get(name, array)
+            for name, array in self.host.layout.slots(self.num_slots, self.device).items()
+        }
+        for array in self.cache.values():
+            advise_huge_pages(array)
+
+    # ---- for optimizers ----
+
+    def bind(self, optimizer: object, states: Sequence[RowState]) -> None:
+        owner = None if self._optimizer is None else self._optimizer()
+        wanted = tuple(states)
+        if owner is optimizer and wanted == self._states:
+            return
+        if owner is not None and owner is not optimizer and self._step is not None:
+            raise RuntimeError(
+                f"table {self.name!r} is trained by {type(owner).__name__}, whose states are in "
+                f"its records; it cannot have another optimizer, got {type(optimizer).__name__}"
+            )
+        self._optimizer = weakref.ref(optimizer)
+        if _signature(wanted) == _signature(self._states):
+            self._states = wanted
+            return
+        if not self._opened:
+            self._states = wanted
+            return
+        self.flush()
+        self._states = wanted
+        self.host = self.host.rebuilt(self.layout())
+        self._point_weight()
+        self._make_cache()
+        self.engine.transfers.make_room(self.host.layout.record_bytes)
+        self._refresh()
+
+    @property
+    def steps(self) -> float:
+        """That the states in the records have seen, as far as a file tells."""
+        return self.host.optimizer_step if self._opened else 0.0
+
+    def host_states(self) -> dict[str, Tensor]:
+        self.open()
+        fields = self.host.fields
+        return {s.name: fields[s.name][:, 0] if s.flat else fields[s.name] for s in self._states}
+
+    def stepped(self, part: QueuedRows, step: Tensor) -> None:
+        self._step = step
+        for held in part.keeps:
+            assert isinstance(held, HeldRows)
+            self.slots.mark_dirty(held.slots)
+
+    # ---- host and cache ----
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Bring the records up to date; the cache stays as it is."""
+        self.open()
+        self.settle()
+        engine = self.engine
+        dirty = self.slots.dirty()
+        if len(dirty):
+            self.host.mark_dirty()
+            self.slots.mark_clean(dirty)
+            engine.transfers.write_back(self, self.slots.row_of[dirty], dirty, engine.step)
+        engine.drain()
+        if self._step is not None:
+            self.host.optimizer_step = float(self._step)
+        self.host.flush(engine.step)
+
+    @torch.no_grad()
+    def replaced(self) -> None:
+        """The records were written in place: they are right, and the cache is not."""
+        self.engine.drain()
+        self.host.seal()
+        self._refresh()
+        self._version = self.weight._version
+
+    @torch.no_grad()
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """Write all records; fields that are not among ``values`` begin anew."""
+        self.spoiled = []
+        for field in self.host.layout.fields:
+            target = self.host.fields[field.name]
+            if field.name in values:
+                target.copy_(values[field.name])
+            elif field.fill is None:
+                target.copy_(self.host.fields["weight"])
+            else:
+                target.fill_(field.fill)
+        self.host.mark_dirty()
+        self.replaced()
+
+    @torch.no_grad()
+    def reset(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
+        """Write the records of some rows."""
+        self.engine.drain()
+        self.host.reset(rows, values)
+        slots = self.slots.slot_of[rows].long()
+        there = slots >= 0
+        self.slots.mark_clean(slots[there])
+        self._fetch(rows[there], slots[there])
+        self.engine.wait(self.delivered)
+
+    def _refresh(self) -> None:
+        """Bring the rows that are in the cache there again."""
+        filled = torch.where(self.slots.row_of >= 0)[0]
+        self.slots.mark_clean(filled)
+        self._fetch(self.slots.row_of[filled], filled)
+        self.engine.wait(self.delivered)
+
+    def settle(self) -> None:
+        """Take notice of what happened since the last time: released rows, writes, failures."""
+        while self.released:
+            self.slots.release(self.released.popleft())
+        if self.weight._version != self._version:
+            self._adopt_writes()
+        if self.spoiled:
+            spoiled, self.spoiled = self.spoiled, []
+            rows = torch.cat(spoiled).unique()
+            slots = self.slots.slot_of[rows].long()
+            there = slots >= 0
+            self._fetch(rows[there], slots[there])
+            self.engine.wait(self.delivered)
+
+    @torch.no_grad()
+    def _adopt_writes(self) -> None:
+        """Somebody has written the parameter in place: those records are sealed again.
+
+        Raises:
+            IntegrityError: one of them has a newer value in the cache; it would win, or be lost.
+        """
+        self.engine.drain()
+        written = self.host.verify()
+        if written:
+            rows = torch.tensor(written)
+            slots = self.slots.slot_of[rows].long()
+            dirty = torch.zeros(self.num_slots, dtype=torch.bool)
+            dirty[self.slots.dirty()] = True
+            lost = rows[(slots >= 0) & dirty[slots.clamp(min=0)]]
+            if len(lost):
+                raise IntegrityError(
+                    self.name, lost.tolist(), self.engine.step, "in host memory",
+                    "the weight was written in place while newer values of these rows were in the "
+                    "cache; call engine.flush() before writing it",
+                )  # fmt: skip
+            self.host.seal(rows)
+            there = slots >= 0
+            self._fetch(rows[there], slots[there])
+            self.engine.wait(self.delivered)
+        self._version = self.weight._version
+
+    def _fetch(self, rows: Tensor, slots: Tensor, stored: Event | None = None) -> None:
+        if len(rows):
+            engine = self.engine
+            self.delivered = engine.transfers.fetch(self, rows, slots, engine.step, stored)
+
+    # ---- batches ----
+
+    def distinct(self, op: str, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The rows that ids name, ascending, how often, and the positions of the ids in them."""
+        flat = ids.detach().reshape(-1).cpu()
+        self.check_ids(op, flat)
+        order, rows, segments, num_rows = _ops.group_indices(
+            flat.view(-1, 1), None, self.shape[0], -1, False
+        )
+        number = int(num_rows)
+        counts = segments[: number + 1].diff()
+        positions = torch.empty(len(flat), dtype=torch.int64)
+        positions[order.long()] = torch.arange(number).repeat_interleave(counts)
+        return rows[:number], counts, positions
+
+    def check_ids(self, op: str, flat: Tensor) -> None:
+        if len(flat) and (int(flat.min()) < 0 or int(flat.max()) >= self.shape[0]):
+            _reference.check_indices(op, flat, self.shape[0], self.name)
+
+    def check_room(self, rows: Tensor) -> None:
+        """Raise `CacheTooSmallError` for a batch that the empty cache could not hold."""
+        if len(rows) > self.num_slots:
+            raise CacheTooSmallError(self.name, len(rows), len(rows), self.num_slots)
+
+    def bring(self, rows: Tensor, counts: Tensor) -> HeldRows:
+        """Have ``rows`` brought into the cache, and hold them; they are there after `wait`."""
+        engine = self.engine
+        plan = self.slots.plan(rows, counts)
+        held = HeldRows(self, rows, plan.slots)
+        stored = self.stored  # what this plan evicts is none of its own rows
+        self.hits += len(rows) - len(plan.missing)
+        self.misses += len(plan.missing)
+        if len(plan.evicted_rows):
+            self.host.mark_dirty()
+            engine.transfers.write_back(self, plan.evicted_rows, plan.evicted_slots, engine.step)
+        self._fetch(rows[plan.missing], plan.slots[plan.missing], stored)
+        return held
+
+    def wait(self) -> None:
+        """Until all that was asked for is in the cache."""
+        self.engine.wait(self.delivered)
+        if self.spoiled:
+            self.settle()
+
+    def begin(self, held: HeldRows) -> None:
+        """Lookups find these rows, and only these, from now on, until `end`."""
+        if self.current:
+            self._hide(self.current[-1])
+        self.current.append(held)
+        self._show(held)
+
+    def end(self, held: HeldRows) -> None:
+        """`begin` no longer holds; what held before does again."""
+        self._hide(held)
+        self.current.remove(held)
+        if self.current:
+            self._show(self.current[-1])
+
+    def _show(self, held: HeldRows) -> None:
+        slots = held.slots.to(self.device, torch.int32)
+        self._slot_of_current[held.rows.to(self.device)] = slots
+
+    def _hide(self, held: HeldRows) -> None:
+        self._slot_of_current[held.rows.to(self.device)] = -1
+
+    def lookup(self, op: str, ids: Tensor, padding_idx: int | None) -> Lookup:
+        """Slots for the ids of a lookup, whose rows are in the cache afterwards.
+
+        Raises:
+            IndexError: an id is out of range.
+            CacheTooSmallError: its rows do not fit.
+            IntegrityError: a record did not arrive as it was sent.
+        """
+        self.open()
+        self.engine.check()
+        self.settle()
+        if self.leaf.requires_grad != self.weight.requires_grad:
+            self.leaf.requires_grad_(self.weight.requires_grad)
+        found = self._find(op, ids) if self.current else None
+        if found is None:
+            rows, counts, positions = self.distinct(op, ids)
+            self.check_room(rows)
+            held = self.bring(rows, counts)
+            self.wait()
+            slots = held.slots.int()[positions].view(ids.shape).to(self.device)
+        else:
+            slots, held = found
+        padding = None
+        if padding_idx is not None:
+            slot = int(self.slots.slot_of[padding_idx])
+            padding = slot if slot >= 0 else None
+        return Lookup(slots, padding, held)
+
+    def _find(self, op: str, ids: Tensor) -> tuple[Tensor, HeldRows] | None:
+        """Slots of ids that were all announced for the batch that is under way."""
+        flat = ids.detach().reshape(-1)
+        on_host = self.device.type == "cpu"
+        if on_host:
+            self.check_ids(op, flat)
+        else:  # a kernel reports what is out of range as what was not announced: as slot -1
+            outside = (flat < 0) | (flat >= self.shape[0])
+            flat = flat.masked_fill(outside, 0)
+        slots = self._slot_of_current.index_select(0, flat)
+        if not on_host:
+            slots = slots.masked_fill(outside, -1)
+        elif len(slots) and int(slots.min()) < 0:
+            return None
+        return slots.view(ids.shape), self.current[-1]
+
+    def touched(self, lookup: Lookup) -> None:
+        """The rows of a lookup have been changed in the cache, by ``max_norm``."""
+        self.slots.mark_dirty(lookup.held.slots)
+
+    def refuse_waiting(self, op: str, why: str) -> None:
+        refuse_waiting(op, self._weight(), why)
+
+    def register(self) -> None:
+        self._key = id(self.weight)
+        _offloaded.TABLES[self._key] = self
+        weakref.finalize(self.weight, _offloaded.TABLES.pop, self._key, None)
+
+    def unregister(self) -> None:
+        _offloaded.TABLES.pop(self._key, None)
+
+    def close(self) -> None:
+        if hasattr(self, "host"):
+            self.host.close()
+
+
+def _row_states(layout: RecordLayout) -> tuple[RowState, ...]:
+    """The states in records; what a file does not say of them, `Table.bind` will."""
+    return tuple(
+        RowState(f.name, f.dtype, f.width, f.dtype == torch.int32, f.fill)
+        for f in layout.fields[1:]
+    )
+
+
+def _signature(states: Sequence[RowState]) -> list[tuple[str, torch.dtype, int]]:
+    return [(state.name, state.dtype, state.width) for state in states]

@@ -1,0 +1,598 @@
+"""`OffloadEngine`: embedding tables in host memory, the rows of the next batches on the device."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+from urllib.parse import quote
+
+import torch
+from torch import Tensor, nn
+
+from fastemb import _offloaded
+from fastemb.offload._host import HostTable
+from fastemb.offload._lanes import Lane
+from fastemb.offload._layout import Field, RecordLayout
+from fastemb.offload._slots import CacheTooSmallError, Policy
+from fastemb.offload._table import HeldRows, Table
+from fastemb.offload._transfers import LaneFactory, Transfers, Verify
+
+__all__ = ["OffloadEngine", "OffloadStats"]
+
+Batch = TypeVar("Batch")
+Ids = Tensor | Sequence[Tensor]
+
+_SUFFIX = ".fetab"
+
+
+class OffloadStats(NamedTuple):
+    """What an engine has done so far.
+
+    Attributes:
+        batches: handed out by `OffloadEngine.prefetch`.
+        hits, misses: distinct rows of batches that were in the cache, and that were not.
+        fetched, written_back: records.
+        bytes_to_device, bytes_to_host: of these records.
+        checks: checksums that were recomputed and compared.
+        transfer_seconds: time that the lanes have worked, one after the other.
+        waited_seconds: time that the training loop has waited for them.
+    """
+
+    batches: int
+    hits: int
+    misses: int
+    fetched: int
+    written_back: int
+    bytes_to_device: int
+    bytes_to_host: int
+    checks: int
+    transfer_seconds: float
+    waited_seconds: float
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the distinct rows that were in the cache when their batch was seen."""
+        looked_up = self.hits + self.misses
+        return self.hits / looked_up if looked_up else 1.0
+
+    @property
+    def hidden_share(self) -> float:
+        """Share of the transfers that the training loop did not wait for."""
+        if self.transfer_seconds == 0:
+            return 1.0
+        return max(0.0, 1.0 - self.waited_seconds / self.transfer_seconds)
+
+
+@dataclass
+class _Ahead(Generic[Batch]):
+    """A batch that was seen before its turn.
+
+    Attributes:
+        rows: of each table, with their counts; None: what there is instead is an error.
+        held: what keeps them in the cache, once there is room for them.
+    """
+
+    batch: Batch | None
+    rows: list[tuple[Table, Tensor, Tensor]]
+    held: list[HeldRows] | None = None
+    error: BaseException | None = None
+
+
+class OffloadEngine:
+    """Keeps embedding tables in host memory, and a cache of their rows on the device.
+
+    A row, its optimizer state, a version and a checksum are one record. Records of the rows that a
+    batch needs are brought into the cache while earlier batches compute, and changed ones go back
+    when their place is needed. Every record is verified where it arrives. Training ends with the
+    bits that it has without the engine.
+
+    .. code-block:: python
+
+        engine = fastemb.offload.OffloadEngine(device="cuda", cache=0.1)
+        fastemb.convert(model, offload=engine)
+        optimizer = fastemb.optim.Adam(model.parameters())
+        for batch in engine.prefetch(loader, ids=lambda batch: {"embedding": batch["ids"]}):
+            ...  # the loop as it was
+
+    The loop also works without `prefetch`; then every lookup waits for its rows. An offloaded
+    ``weight`` is the host table: it is up to date after `flush`, which ``state_dict`` calls by
+    itself, and may be written in place (``with torch.no_grad()``) after one. Its gradient is that
+    of ``sparse="fused"``. One thread trains; not within `torch.compile` graphs.
+
+    Args:
+        device: of the cache and the lookups; default: the current CUDA device, else the CPU.
+        cache: size of the cache: a share of each table's rows (float, at most 1) or a number of
+            rows (int), or either by name of the table. It has to hold the distinct rows of the
+            batches in flight, of one batch at least.
+        policy: which row leaves: "lfu", the one used least, or "lru", the one used longest ago.
+        depth: batches that `prefetch` looks ahead.
+        verify: "all" records, a "sample" of one in 16, or "off".
+        storage: directory for tables larger than RAM: each is a file that is mapped into memory.
+            None: they are in RAM, pinned where there is CUDA.
+        resume: take the tables, and their optimizer state, from the files in ``storage``.
+        recover: open files that were not flushed before their process ended; see `torn`.
+        staging_bytes: size of each of the two buffers for either direction.
+        seed: of the checksums.
+        make_lane: name and device -> lane, in place of `Lane`, for simulations.
+
+    Raises:
+        ValueError: an argument outside the values above.
+
+    Errors of transfers are raised in the training loop, before anything uses what has arrived:
+    `IntegrityError` names table, rows, step and direction. A record that was damaged on its way to
+    the device is fetched again when it is needed next. One that is damaged in host memory stays so
+    until somebody writes it: `load_state_dict`, of the engine or the model, or `reset_rows`. When
+    one is lost on its way to the host nothing but `load_state_dict` of the engine goes on.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: torch.device | str | int | None = None,
+        cache: float | int | Mapping[str, float | int] = 0.1,
+        policy: Policy = "lfu",
+        depth: int = 2,
+        verify: Verify = "all",
+        storage: str | Path | None = None,
+        resume: bool = False,
+        recover: bool = False,
+        staging_bytes: int = 4 << 20,
+        seed: int = 0,
+        make_lane: LaneFactory = Lane,
+    ) -> None:
+        for name, value, allowed in (
+            ("policy", policy, ("lfu", "lru")),
+            ("verify", verify, ("all", "sample", "off")),
+        ):
+            if value not in allowed:
+                raise ValueError(f"OffloadEngine: {name} must be one of {allowed}, got {value!r}")
+        for name, number, least in (("depth", depth, 0), ("staging_bytes", staging_bytes, 1)):
+            if not isinstance(number, int) or number < least:
+                raise ValueError(
+                    f"OffloadEngine: {name} must be an int of at least {least}, got {number!r}"
+                )
+        if storage is None and (resume or recover):
+            raise ValueError("OffloadEngine: resume and recover need storage, got storage=None")
+        for size in cache.values() if isinstance(cache, Mapping) else (cache,):
+            _check_cache_size(size)
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(device)
+        if self.device == torch.device("cuda"):  # without a number
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.depth = depth
+        self.step = 0
+        self.tables: dict[str, Table] = {}
+        self._cache = cache
+        self._policy: Policy = policy
+        self._storage = None if storage is None else Path(storage)
+        self._resume, self._recover = resume, recover
+        self._seed = seed
+        # Of modules that are being made, and whether they are sealed.
+        self._hosts: dict[str, tuple[HostTable, bool]] = {}
+        self._waited = 0.0
+        self._broken: BaseException | None = None
+        pin = self.device.type == "cuda"
+        self.transfers = Transfers(self.device, staging_bytes, verify, make_lane, pin)
+        if self._storage is not None:
+            self._storage.mkdir(parents=True, exist_ok=True)
+
+    # ---- tables ----
+
+    def adopt(self, weight: nn.Parameter, name: str, dtype: torch.dtype) -> Table:
+        """Take over a table; `fastemb.convert` and the modules of `fastemb.offload` call it.
+
+        Args:
+            weight: (num_embeddings, embedding_dim); stays the same object, its values are moved
+                when the table is first used.
+            name: of the table, unique in this engine.
+            dtype: that the weight will have then.
+
+        Raises:
+            ValueError: the name is taken, or the table has no rows or no columns, or the file is
+                of another one.
+            FileExistsError: there is a file of this name, and the engine does not resume.
+        """
+        known = _offloaded.TABLES.get(id(weight))
+        if isinstance(known, Table):
+            if known._engine() is not self:
+                raise ValueError(f"OffloadEngine: table {name!r} belongs to another engine")
+            return known
+        if name in self.tables:
+            raise ValueError(f"OffloadEngine: there is a table {name!r} already")
+        if weight.numel() == 0:
+            raise ValueError(
+                f"OffloadEngine: table {name!r} must have rows and columns, "
+                f"got shape {tuple(weight.shape)}"
+            )
+        slots = self._slots_of(name, len(weight))
+        table = Table(self, name, weight, slots, self._policy, self._next_seed())
+        if name in self._hosts:
+            table.take(*self._hosts.pop(name), dtype)
+        elif (host := self._existing(name)) is not None:
+            table.take(host, True, dtype)
+        self.tables[name] = table
+        table.register()
+        return table
+
+    def forget(self, table: Table) -> None:
+        """Undo `adopt`; the table was not used yet, or has been given back."""
+        self.tables.pop(table.name, None)
+        table.unregister()
+        table.close()
+
+    def make_weight(
+        self, name: str, num_embeddings: int, embedding_dim: int, dtype: torch.dtype
+    ) -> tuple[Tensor | None, bool]:
+        """Memory for the weight of a new module, where tables are in files.
+
+        Returns:
+            The weight in its file, or None: it is made as any other. Whether it has values.
+        """
+        path = self._path(name)
+        if path is None:
+            return None, False
+        host = self._existing(name)
+        resumed = host is not None
+        if host is None:
+            layout = RecordLayout((Field("weight", dtype, embedding_dim),))
+            host = HostTable.create(
+                name, num_embeddings, layout, seed=self._next_seed(), storage=path
+            )
+        self._hosts[name] = (host, resumed)
+        return host.fields["weight"], resumed
+
+    def _existing(self, name: str) -> HostTable | None:
+        path = self._path(name)
+        if path is None or not path.exists():
+            return None
+        if not self._resume:
+            raise FileExistsError(
+                f"OffloadEngine: {path} is there; resume=True takes table {name!r} from it"
+            )
+        return HostTable.open(path, name=name, recover=self._recover)
+
+    def _next_seed(self) -> int:
+        """Tables have checksums of their own: records of one are none of another."""
+        return (self._seed * 1_000_003 + len(self.tables)) % 2**63
+
+    def _slots_of(self, name: str, rows: int) -> int:
+        size = self._cache
+        if isinstance(size, Mapping):
+            if name not in size:
+                raise ValueError(
+                    f"OffloadEngine: cache must have a size for table {name!r}, got {dict(size)}"
+                )
+            size = size[name]
+        slots = -(-rows * size // 1) if isinstance(size, float) else size
+        return max(1, min(rows, int(slots)))
+
+    def _path(self, name: str) -> Path | None:
+        if self._storage is None:
+            return None
+        return self._storage / (quote(name, safe="") + _SUFFIX)
+
+    # ---- the loop ----
+
+    def prefetch(
+        self,
+        loader: Iterable[Batch],
+        ids: Callable[[Batch], Mapping[str, Ids] | Ids] | None = None,
+    ) -> Prefetcher[Batch]:
+        """The batches of ``loader``, each when its rows are in the cache.
+
+        Args:
+            loader: any iterable, of batches on the host.
+            ids: batch -> name of a table -> the ids (int32 or int64, any shape, or several such
+                tensors) that lookups will use; with one table in the engine the ids alone. What is
+                not announced is fetched in the lookup, on CUDA it is an error there. None: a batch
+                is a mapping, and its keys that are names of tables hold their ids.
+
+        Returns:
+            An iterable with the length of the loader. It may be iterated again, as the loader may.
+
+        Raises:
+            When iterated: `CacheTooSmallError`, `IntegrityError`, IndexError, TypeError,
+            ValueError, and what the loader raises, in place of the batch that it concerns.
+        """
+        return Prefetcher(self, loader, ids)
+
+    def flush(self) -> None:
+        """Bring all host tables up to date, and files to the disk, where they are then clean."""
+        self.check()
+        for table in self.tables.values():
+            table.flush()
+
+    def verify(self) -> dict[str, list[int]]:
+        """Name of each table -> rows whose record on the host is wrong, after `flush`."""
+        self.flush()
+        return {name: table.host.verify() for name, table in self.tables.items()}
+
+    # ---- states ----
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Name of each table -> "weight" and the states of its rows, as copies, after `flush`."""
+        self.flush()
+        return {
+            name: {
+                field: view.clone(memory_format=torch.contiguous_format)
+                for field, view in table.host.fields.items()
+            }
+            for name, table in self.tables.items()
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Mapping[str, Tensor] | Tensor]) -> None:
+        """Load what `state_dict` has returned, or weights alone, also after an `IntegrityError`.
+
+        Args:
+            state_dict: name of each table -> its fields, or its weight. States that are not there
+                begin anew.
+
+        Raises:
+            KeyError: a table is missing.
+            ValueError: a shape that does not fit. Nothing is changed then.
+        """
+        fields = {}
+        for name, table in self.tables.items():
+            table.open()
+            if name not in state_dict:
+                raise KeyError(f"load_state_dict: there must be a table {name!r}")
+            given = state_dict[name]
+            values = {"weight": given} if isinstance(given, Tensor) else given
+            for field, view in table.host.fields.items():
+                value = values.get(field)
+                if value is None and field == "weight":
+                    raise ValueError(f"load_state_dict: table {name!r} must have its weight")
+                if value is not None and value.shape != view.shape:
+                    raise ValueError(
+                        f"load_state_dict: {field} of table {name!r} must have shape "
+                        f"{tuple(view.shape)}, got {tuple(value.shape)}"
+                    )
+            fields[name] = values
+        self.transfers.drain()
+        self.transfers.failures.clear()
+        self._broken = None
+        for name, table in self.tables.items():
+            table.load(fields[name])
+
+    def reset_rows(self, name: str, rows: Tensor, values: Mapping[str, Tensor]) -> None:
+        """Give rows whose records are wrong new contents; see `torn`.
+
+        Args:
+            name: of the table.
+            rows: [n] int64, distinct.
+            values: "weight", and states -> [n, width]; states that are not there begin anew.
+
+        Raises:
+            KeyError: there is no such table.
+            IndexError: a row is out of range.
+            ValueError: ``values`` lacks "weight", or has another shape.
+        """
+        table = self.tables[name]
+        table.open()
+        table.reset(rows, values)
+
+    def torn(self) -> dict[str, list[int]]:
+        """Rows, by table, that were half written when the process that had a file open ended."""
+        return {
+            name: list(table.host.torn)
+            for name, table in self.tables.items()
+            if hasattr(table, "host")
+        }
+
+    @property
+    def stats(self) -> OffloadStats:
+        """What was done so far."""
+        traffic = self.transfers.traffic()
+        return OffloadStats(
+            self.step,
+            sum(table.hits for table in self.tables.values()),
+            sum(table.misses for table in self.tables.values()),
+            traffic.fetched,
+            traffic.written_back,
+            traffic.bytes_to_device,
+            traffic.bytes_to_host,
+            traffic.checks,
+            traffic.busy_seconds,
+            self._waited,
+        )
+
+    def close(self) -> None:
+        """`flush`, end the lanes and close the files. Idempotent."""
+        if not self.tables:
+            self.transfers.close()
+            return
+        try:
+            if self._broken is None:
+                self.flush()
+        finally:
+            self.transfers.close()
+            for table in self.tables.values():
+                table.close()
+            self.tables = {}
+
+    # ---- waiting ----
+
+    def check(self) -> None:
+        """Raise what has been lost on the way to the host."""
+        self._take_failures()
+        if self._broken is not None:
+            raise self._broken
+
+    def wait(self, event: Any) -> None:
+        """The training loop waits for a transfer; failures of any are raised."""
+        if event is not None and not event.done():
+            start = time.perf_counter()
+            try:
+                event.wait()
+            except BaseException as error:
+                self._take_failures()
+                raise error
+            finally:
+                self._waited += time.perf_counter() - start
+        self._take_failures()
+
+    def drain(self) -> None:
+        """Wait until nothing is under way."""
+        start = time.perf_counter()
+        self.transfers.drain()
+        self._waited += time.perf_counter() - start
+        self._take_failures()
+
+    def _take_failures(self) -> None:
+        failures, self.transfers.failures = self.transfers.failures, []
+        for failure in failures:
+            assert isinstance(failure.table, Table)
+            if failure.lost:
+                self._broken = self._broken or failure.error
+            else:
+                failure.table.spoiled.append(failure.rows)
+        if failures:
+            raise failures[0].error
+
+
+class Prefetcher(Generic[Batch]):
+    """What `OffloadEngine.prefetch` returns."""
+
+    def __init__(
+        self,
+        engine: OffloadEngine,
+        loader: Iterable[Batch],
+        ids: Callable[[Batch], Mapping[str, Ids] | Ids] | None,
+    ) -> None:
+        self._engine = engine
+        self._loader = loader
+        self._ids = ids
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Batch]:
+        engine = self._engine
+        engine.check()
+        source = iter(self._loader)
+        ahead: deque[_Ahead[Batch]] = deque()
+        exhausted = False
+        while True:
+            while not exhausted and len(ahead) <= engine.depth:
+                seen = self._see(source)
+                if seen is None:
+                    exhausted = True
+                    break
+                ahead.append(seen)
+                exhausted = seen.error is not None
+            self._bring(ahead)
+            if not ahead:
+                return
+            now = ahead.popleft()
+            if now.error is not None:
+                raise now.error
+            batch, tables, rows = now.batch, [table for table, _, _ in now.rows], now.held
+            del now
+            assert rows is not None  # there was room for the first, or an error
+            for table in tables:
+                table.wait()
+            for table, held in zip(tables, rows, strict=True):
+                table.begin(held)
+            engine.step += 1
+            try:
+                yield batch  # type: ignore[misc]
+            finally:
+                for table, held in zip(tables, rows, strict=True):
+                    table.end(held)
+                    del held
+                del rows, batch
+
+    def _see(self, source: Iterator[Batch]) -> _Ahead[Batch] | None:
+        """The next batch and its rows; None: there are no more."""
+        try:
+            batch = next(source)
+        except StopIteration:
+            return None
+        except Exception as error:  # for its turn: the batches before it are good
+            return _Ahead(None, [], error=error)
+        try:
+            return _Ahead(batch, self._rows(batch))
+        except Exception as error:
+            return _Ahead(batch, [], error=error)
+
+    def _rows(self, batch: Batch) -> list[tuple[Table, Tensor, Tensor]]:
+        tables = self._engine.tables
+        rows = []
+        for name, given in self._announced(batch).items():
+            if name not in tables:
+                raise ValueError(
+                    f"prefetch: ids must name tables of the engine ({', '.join(tables)}), "
+                    f"got {name!r}"
+                )
+            parts = [given] if isinstance(given, Tensor) else list(given)
+            for part in parts:
+                if not isinstance(part, Tensor) or part.dtype not in (torch.int32, torch.int64):
+                    got = part.dtype if isinstance(part, Tensor) else type(part).__name__
+                    raise TypeError(
+                        f"prefetch: ids of table {name!r} must be int32 or int64 tensors, got {got}"
+                    )
+            ids = torch.cat([part.detach().reshape(-1).cpu() for part in parts])
+            table = tables[name]
+            table.open()
+            distinct, counts, _ = table.distinct("prefetch", ids)
+            table.check_room(distinct)
+            rows.append((table, distinct, counts))
+        return rows
+
+    def _announced(self, batch: Batch) -> Mapping[str, Ids]:
+        tables = self._engine.tables
+        if self._ids is None:
+            if not isinstance(batch, Mapping) or not batch.keys() & tables.keys():
+                raise TypeError(
+                    "prefetch: without ids= a batch must be a mapping that has ids under names of "
+                    f"tables ({', '.join(tables)}), got {_describe(batch)}"
+                )
+            return {name: batch[name] for name in tables if name in batch}
+        given = self._ids(batch)
+        if isinstance(given, Mapping):
+            return given
+        if len(tables) != 1:
+            raise TypeError(
+                f"prefetch: ids must return a mapping where there are {len(tables)} tables "
+                f"({', '.join(tables)}), got {_describe(given)}"
+            )
+        return {next(iter(tables)): given}
+
+    def _bring(self, ahead: deque[_Ahead[Batch]]) -> None:
+        """Fetch for the batches that are seen, in order, as far as there is room."""
+        for position, batch in enumerate(ahead):
+            if batch.error is not None:
+                return
+            if batch.held is None:
+                try:
+                    batch.held = self._hold(batch)
+                except CacheTooSmallError:
+                    if position == 0:
+                        raise
+                    return  # when those before it have left
+
+    def _hold(self, batch: _Ahead[Batch]) -> list[HeldRows]:
+        for table, _, _ in batch.rows:
+            table.settle()
+        return [table.bring(rows, counts) for table, rows, counts in batch.rows]
+
+
+def _describe(value: object) -> str:
+    kind = type(value).__name__
+    return f"{kind} with keys {list(value)}" if isinstance(value, Mapping) else kind
+
+
+def _check_cache_size(size: float | int) -> None:
+    share = isinstance(size, float) and 0.0 < size <= 1.0
+    rows = isinstance(size, int) and not isinstance(size, bool) and size >= 1
+    if not share and not rows:
+        raise ValueError(
+            "OffloadEngine: cache must be a share of the rows in (0, 1] as a float, or a number of "
+            f"rows of at least 1 as an int, got {size!r}"
+        )

@@ -1,0 +1,269 @@
+"""`Embedding` and `EmbeddingBag` whose tables an `OffloadEngine` keeps in host memory."""
+
+# No postponed annotations, as in fastemb.nn: torch.fx imports those of forward.
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.nn import init
+
+from fastemb import _fused, nn
+from fastemb import functional as F
+from fastemb.nn._table import Table as TableModule
+from fastemb.offload._table import Lookup, Table
+from fastemb.offload.engine import OffloadEngine
+
+__all__ = ["Embedding", "EmbeddingBag"]
+
+_RESET_ELEMENTS = 1 << 20  # a sixteenth of those that are drawn at a time
+
+
+class OffloadedModule(TableModule):
+    """Mixin before the modules of `fastemb.nn`: lookups go to the cache of an engine.
+
+    Attributes:
+        engine: the engine.
+    """
+
+    engine: OffloadEngine
+    _table: Table
+    embedding_dim: int
+
+    def _offload(self, engine: OffloadEngine, name: str) -> None:
+        """Give the table to the engine; `fastemb.convert` does it for a module that it converts."""
+        weight = self._parameter()
+        self._table = engine.adopt(weight, name, weight.dtype)
+        self.engine = engine
+        self.table = name
+        self.sparse = "fused"
+
+    def _look_up(self, op: str, input: Tensor) -> Lookup:
+        weight = self._parameter()
+        if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+            raise RuntimeError(
+                f"{op}: the weight of table {self.table!r} has hooks, but an offloaded table has "
+                "no gradient to call them with; remove them"
+            )
+        if not isinstance(input, Tensor):
+            raise TypeError(f"{op}: input must be a tensor, got {type(input).__name__}")
+        if input.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{op}: input must be int32 or int64, got {input.dtype}")
+        if input.device != self._table.device:
+            raise ValueError(
+                f"{op}: input must be on the engine's device {self._table.device}, "
+                f"got {input.device}"
+            )
+        padding: Any = self.padding_idx
+        return self._table.lookup(op, input, padding)
+
+    def _done(self, lookup: Lookup, output: Tensor) -> Tensor:
+        if self.max_norm is not None:
+            self._table.touched(lookup)
+        _fused.hold(output, lookup.held)
+        return output
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """As torch's, with its values, in portions: the table need not fit into memory twice."""
+        weight = self._parameter()
+        if "_table" in vars(self):
+            self._table.flush()
+        # torch fills memory in blocks of 16 values, which may not be cut.
+        rows = max(1, _RESET_ELEMENTS // weight.shape[1]) * 16
+        for part in weight.split(rows):
+            values = torch.empty(part.shape, dtype=part.dtype)
+            part.copy_(init.normal_(values))
+        self._fill_padding_idx_with_zero()  # type: ignore[operator]
+        if "_table" in vars(self):
+            self._table.replaced()
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + ", offloaded"
+
+    # ---- the weight stays where it is ----
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableModule:
+        """The engine's device is that of the lookups, so moving the model leaves the table alone.
+
+        Raises:
+            RuntimeError: ``fn`` would change the dtype, which is that of the records.
+        """
+        weight = self._parameter()
+        with torch.no_grad():
+            probe = fn(torch.zeros(1, dtype=weight.dtype))
+        if probe.dtype != weight.dtype:
+            raise RuntimeError(
+                f"{type(self).__name__}: table {self.table!r} is offloaded and stays "
+                f"{weight.dtype}, got a conversion to {probe.dtype}; convert the model before "
+                "fastemb.convert(model, offload=...)"
+            )
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._table.flush()  # the states of the rows stay what they are
+        super()._load_from_state_dict(*args, **kwargs)
+        self._table.replaced()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self._table.flush()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:  # as any other checkpoint: weights one after the other, and no records
+            key = prefix + "weight"
+            destination[key] = destination[key].clone(memory_format=torch.contiguous_format)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(
+            f"{type(self).__name__}: table {self.table!r} is offloaded, and its records cannot be "
+            "copied or pickled with the module; use state_dict(), or fastemb.revert(model) first"
+        )
+
+
+class Embedding(OffloadedModule, nn.Embedding):
+    """`fastemb.nn.Embedding` with its table in host memory.
+
+    Args:
+        num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq,
+            dtype, output_dtype: as in `fastemb.nn.Embedding`; the device is that of the engine.
+        engine: keeps the table.
+        table: its name in the engine.
+
+    Raises:
+        As `fastemb.nn.Embedding` and `OffloadEngine.adopt`.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        dtype: torch.dtype | None = None,
+        *,
+        engine: OffloadEngine,
+        table: str,
+        output_dtype: torch.dtype | None = None,
+    ) -> None:
+        dtype = dtype or torch.get_default_dtype()
+        weight, filled = engine.make_weight(table, num_embeddings, embedding_dim, dtype)
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            padding_idx,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            "fused",
+            weight,
+            device="cpu",
+            dtype=dtype,
+            output_dtype=output_dtype,
+            table=table,
+        )
+        if weight is not None and not filled:
+            self.reset_parameters()
+        self._offload(engine, table)
+
+    @_disable_dynamo
+    def forward(self, input: Tensor) -> Tensor:
+        """Rows of the table; see `fastemb.functional.embedding`."""
+        lookup = self._look_up("embedding", input)
+        return self._done(
+            lookup,
+            F.embedding(
+                lookup.slots,
+                self._table.leaf,
+                lookup.padding,
+                self.max_norm,
+                self.norm_type,
+                self.scale_grad_by_freq,
+                "fused",
+                output_dtype=self.output_dtype,
+                table=self.table,
+            ),
+        )
+
+
+class EmbeddingBag(OffloadedModule, nn.EmbeddingBag):
+    """`fastemb.nn.EmbeddingBag` with its table in host memory.
+
+    Args:
+        num_embeddings, embedding_dim, max_norm, norm_type, scale_grad_by_freq, mode,
+            include_last_offset, padding_idx, dtype, output_dtype: as in
+            `fastemb.nn.EmbeddingBag`; the device is that of the engine.
+        engine: keeps the table.
+        table: its name in the engine.
+
+    Raises:
+        As `fastemb.nn.EmbeddingBag` and `OffloadEngine.adopt`.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        engine: OffloadEngine,
+        table: str,
+        output_dtype: torch.dtype | None = None,
+    ) -> None:
+        dtype = dtype or torch.get_default_dtype()
+        weight, filled = engine.make_weight(table, num_embeddings, embedding_dim, dtype)
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            mode,
+            "fused",
+            weight,
+            include_last_offset,
+            padding_idx,
+            "cpu",
+            dtype,
+            output_dtype=output_dtype,
+            table=table,
+        )
+        if weight is not None and not filled:
+            self.reset_parameters()
+        self._offload(engine, table)
+
+    @_disable_dynamo
+    def forward(
+        self,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """One row per bag; see `fastemb.functional.embedding_bag`."""
+        lookup = self._look_up("embedding_bag", input)
+        return self._done(
+            lookup,
+            F.embedding_bag(
+                lookup.slots,
+                self._table.leaf,
+                offsets,
+                self.max_norm,
+                self.norm_type,
+                self.scale_grad_by_freq,
+                self.mode,
+                "fused",
+                per_sample_weights,
+                self.include_last_offset,
+                lookup.padding,
+                output_dtype=self.output_dtype,
+                table=self.table,
+            ),
+        )
