@@ -8,12 +8,18 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.made-torch-$(TORCH)
 CPP := $(shell find csrc tests/emu -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: demo test lint unit bench gpu-check format clean install
+# Test processes, as many as there are processors; tests/conftest.py says what goes where.
+# Threads that wait must not spin: they would keep a processor from another process.
+PARALLEL := OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive
+PYTEST_ARGS ?= -n logical --maxprocesses 4
+
+.PHONY: demo test lint unit bench gpu-check format clean install venv tools objects
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)-demo install
 	$(BIN)/python examples/reviews.py
 	$(BIN)/python examples/two_heads.py
+	$(BIN)/python examples/offload.py
 
 test: lint unit
 
@@ -25,7 +31,7 @@ lint: $(STAMP)-test install
 
 unit: $(STAMP)-test $(STAMP)-demo install
 	$(BIN)/python -m fastemb
-	$(BIN)/python -m pytest --cov --cov-report=term
+	$(PARALLEL) $(BIN)/python -m pytest $(PYTEST_ARGS) --cov --cov-report=term
 
 bench: $(STAMP)-demo install
 	$(BIN)/pip install --quiet --no-deps -r requirements/bench.txt
@@ -47,6 +53,14 @@ clean:
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 # ---- environment ----------------------------------------------------------------------------------
+
+venv: $(STAMP)
+
+tools: $(STAMP)-test $(STAMP)-demo
+
+# What `install` links, for those who have something else to do meanwhile.
+objects: | $(STAMP)
+	$(BIN)/python setup.py --quiet build_ext --inplace
 
 # Quick when nothing changed: objects are kept in build/native.
 install: | $(STAMP)

@@ -150,7 +150,7 @@ def _demangled(symbols: Sequence[str]) -> list[str]:
     ).stdout.splitlines()
     short = []
     for name in names:
-        name = re.sub(r"fastemb::|cuda::|^void |\(bool\)|\(int\)", "", name)
+        name = re.sub(r"fastemb::|cuda::|^void |\((?:bool|int|fastemb::ChecksumMode)\)", "", name)
         short.append(re.sub(r"\(.*", "", name))
     return short
 

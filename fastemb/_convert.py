@@ -117,6 +117,7 @@ def convert(
         _refuse_outside_users("convert", model, chosen, changing, "its dtype cannot change")
         _refuse_waiting("convert", changing)
     if offload is not None:
+        _convert_offload.check_engine(offload)
         if sparse not in (None, "fused"):
             raise ValueError(
                 "convert: sparse must be 'fused' or None with offload=, which has no gradient "
@@ -186,6 +187,8 @@ def revert(model: nn.Module, *, skip: Skip = ()) -> Report:
     origins = {name: _origin(module) for name, module in ours.items()}
     changing = {n: m for n, m in ours.items() if m.weight.dtype != origins[n].dtype}
     _refuse_outside_users("revert", model, ours, changing, "its dtype cannot change")
+    offloaded = {n: m for n, m in ours.items() if _convert_offload.is_offloaded(m)}
+    _refuse_outside_users("revert", model, ours, offloaded, "it cannot leave its engine")
     _refuse_disagreement(ours, origins)
     _refuse_waiting("revert", ours)
 

@@ -19,6 +19,15 @@ def is_offloaded(module: nn.Module) -> bool:
     return "_table" in vars(module)
 
 
+def check_engine(engine: object) -> None:
+    from fastemb.offload.engine import OffloadEngine  # which imports what convert is part of
+
+    if not isinstance(engine, OffloadEngine):
+        raise TypeError(
+            f"convert: offload must be an OffloadEngine or None, got {type(engine).__name__}"
+        )
+
+
 def table_name(name: str) -> str:
     """What the engine calls the table of the module ``name``; "" is the model itself."""
     return name or "embedding"
@@ -89,6 +98,6 @@ def give(module: Any, engine: OffloadEngine, name: str) -> None:
 def take_back(module: Any) -> None:
     """Give a module its weights back, in memory of its own and up to date."""
     table = module._table
-    if table.weight is module.weight and table.engine.tables.get(table.name) is table:
+    if table.weight is module.weight:
         table.give_back()
     del module._table, module.engine

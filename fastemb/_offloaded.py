@@ -71,6 +71,9 @@ class OffloadedTable(Protocol):
     def host_states(self) -> dict[str, Tensor]:
         """Views of the states in host memory, by name, as `RowState` describes them."""
 
+    def take_states(self, given: Mapping[str, object]) -> None:
+        """Let the records have those of ``given`` that are no views of them: from before."""
+
     @property
     def steps(self) -> float:
         """Steps that the states in the records have seen already."""
@@ -78,11 +81,18 @@ class OffloadedTable(Protocol):
     def stepped(self, part: QueuedRows, step: Tensor) -> None:
         """The rows of a queued gradient were updated in the cache, in the optimizer's ``step``."""
 
+    def row_order(self, slots: Tensor) -> Tensor:
+        """Positions of ``slots`` [n] int64 in the order of their rows; those of -1 come last."""
+
     def flush(self) -> None:
         """Bring the host table, and the states in it, up to date."""
 
-    def replaced(self) -> None:
-        """The host table, or the states in it, was written: forget the cache."""
+    def replaced(self, step: Tensor | None = None) -> None:
+        """The host table, or the states in it, was written in place: forget the cache.
+
+        Args:
+            step: that of the new states, None: it is as before.
+        """
 
 
 # By id of the parameter. An entry goes when its parameter does.

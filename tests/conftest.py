@@ -1,4 +1,5 @@
-"""What all tests share: hypothesis profiles, the ``gpu`` marker, backends as a parameter.
+"""What all tests share: hypothesis profiles, the ``gpu`` marker, backends as a parameter, and what
+goes to which process where pytest-xdist runs several.
 
 A test that takes the ``backend`` fixture runs once for each backend that this process can have::
 
@@ -20,11 +21,13 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+from draws import drawn
 
 from fastemb import _native
 
-hypothesis.settings.register_profile("dev", deadline=None)
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+USUAL = drawn(50)  # of tests that do not say how many
+hypothesis.settings.register_profile("dev", USUAL)
+hypothesis.settings.register_profile("ci", USUAL, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") == "true" else "dev")
 
 
@@ -55,6 +58,25 @@ def backend(request: pytest.FixtureRequest) -> Backend:
     name = request.param
     on_gpu = name == "cuda" or (name == "triton" and not interpreting_triton())
     return Backend(name, _native.backend(name), torch.device("cuda" if on_gpu else "cpu"))
+
+
+# Of these, each test may go to another process; all other files stay whole, for what their tests
+# share is made once. The first is early and the last is late in the alphabet: a process that takes
+# a long test does not keep the other one waiting at the end.
+SCATTERED = ("test_build.py", "test_triton.py")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return nodeid if file.endswith(SCATTERED) else file
+
+    config.option.loadscopereorder = False  # in the order of the alphabet
+    return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

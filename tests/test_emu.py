@@ -23,7 +23,7 @@ from lookups import ROUNDING, Case, assert_same_bits, assert_within, cases, one_
 from fastemb import _reference as reference
 
 pytestmark = needs_tools
-examples = examples_of(60, sanitized=10)
+examples = examples_of(40, sanitized=8)
 
 
 @pytest.fixture(scope="module")

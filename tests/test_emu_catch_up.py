@@ -24,7 +24,7 @@ from row_model import assert_same_bytes
 from torch import Tensor
 
 pytestmark = needs_tools
-examples = examples_of(120, sanitized=20)
+examples = examples_of(50, sanitized=10)
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ from row_model import assert_same_bytes
 from fastemb import _reference as reference
 
 pytestmark = needs_tools
-examples = examples_of(150, sanitized=15)
+examples = examples_of(50, sanitized=8)
 
 
 @pytest.fixture(scope="module")

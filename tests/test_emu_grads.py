@@ -37,7 +37,7 @@ from lookups import assert_same_bits
 from torch import Tensor
 
 pytestmark = needs_tools
-examples = examples_of(120, sanitized=25)
+examples = examples_of(50, sanitized=12)
 
 
 @pytest.fixture(scope="module")

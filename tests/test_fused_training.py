@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from draws import drawn
 from fused_cases import (  # noqa: F401
     DIM,
     ROWS,
@@ -15,7 +16,7 @@ from fused_cases import (  # noqa: F401
     as_on_a_device,
     waiting,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from optim_cases import CLASSES, bits
 from torch import Tensor, nn
@@ -97,7 +98,7 @@ def make_batch(t: dict[str, Any], generator: torch.Generator) -> tuple[Tensor, .
     return (ids.flatten(), offsets, None if weights is None else weights.flatten())
 
 
-@settings(max_examples=60)
+@drawn(30)
 @given(trainings())
 def test_the_bits_of_sparse_true(t: dict[str, Any]) -> None:
     # The unfused path scales the parts of such a sum one by one: only powers of two agree.
@@ -131,7 +132,7 @@ def test_the_bits_of_sparse_true(t: dict[str, Any]) -> None:
         twins.assert_equal()
 
 
-@settings(max_examples=40)
+@drawn(20)
 @given(
     cls=st.sampled_from(CLASSES),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),

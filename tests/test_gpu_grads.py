@@ -6,12 +6,11 @@ beyond 2**31 elements.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
+from gpu_suite import DEVICE, can_capture, there, waiting_is_an_error
 from grad_cases import (
     DTYPES,
     EVERYTHING,
@@ -24,45 +23,16 @@ from grad_cases import (
     values,
 )
 from lookups import assert_same_bits
-from torch import Tensor
 
 from fastemb import _native
 from fastemb._grad_ops import GRAD_STATS
 
 pytestmark = pytest.mark.gpu
-DEVICE = "cuda"
 
 
 @pytest.fixture(scope="module")
 def cuda() -> SimpleNamespace:
     return _native.backend("cuda")
-
-
-@contextmanager
-def waiting_is_an_error() -> Iterator[None]:
-    torch.cuda.synchronize()
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
-def can_capture() -> bool:
-    """False where the driver is a stand-in without graphs."""
-    x = torch.zeros(1).to(DEVICE)
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            x.zero_()
-    except RuntimeError:
-        return False
-    return True
-
-
-def there(*tensors: Tensor) -> list[Tensor]:
-    return [x.to(DEVICE, copy=True) for x in tensors]
 
 
 def test_nothing_waits(cuda: SimpleNamespace) -> None:

@@ -7,7 +7,6 @@ Triton has a process of its own, as for ``test_operators.py``.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Backend, backend_params, interpreting_triton
+from draws import drawn
 from grad_cases import (
     DTYPES,
     EVERYTHING,
@@ -34,7 +34,7 @@ from grad_cases import (
     terms,
     values,
 )
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from instruction_sets import printed_by_each
 from lookups import assert_same_bits
 from torch import Tensor
@@ -45,13 +45,8 @@ from fastemb._grad_ops import GRAD_STATS, SCHEMAS
 # Interpreted Triton is NumPy, which tells of every infinity and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
-EXAMPLES = int(os.environ.get("FASTEMB_EXAMPLES", "60"))
 LARGEST = 3_000 if interpreting_triton() else 20_000
-examples = settings(
-    max_examples=EXAMPLES,
-    # The backend is a fixture, the same for all examples.
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+examples = drawn(5 if interpreting_triton() else 40)
 # Those that promise one order of the squares, whether terms are summed before or on the way.
 ONE_ORDER = ("cpu", "cuda", "reference")
 

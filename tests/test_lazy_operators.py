@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from conftest import Backend, backend_params, interpreting_triton
-from hypothesis import HealthCheck, given, settings
+from draws import drawn
+from hypothesis import given
 from instruction_sets import printed_by_each
 from lazy_cases import BETAS, OP, LazyCase, lazy_cases, make
 from row_cases import DTYPES, LOW_PRECISION, number, with_its_strides
@@ -24,7 +24,6 @@ from fastemb.optim._history import CAPACITY
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
-EXAMPLES = int(os.environ.get("FASTEMB_EXAMPLES", "60"))
 # The reference is what they are compared with.
 every_kernel = pytest.mark.parametrize(
     "backend", backend_params("cpu", "cuda", "triton"), indirect=True
@@ -48,11 +47,7 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 
 
 @every_kernel
-@settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@drawn(5 if interpreting_triton() else 40)
 @given(case=lazy_cases(wide=not interpreting_triton()))
 def test_any_call(backend: Backend, case: LazyCase) -> None:
     check(backend, case)

@@ -6,14 +6,14 @@ own: ``TRITON_INTERPRET=1 FASTEMB_BACKEND=triton pytest tests/test_operators.py 
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from conftest import Backend, backend_params, interpreting_triton
-from hypothesis import HealthCheck, given, settings
+from draws import drawn
+from hypothesis import given
 from hypothesis import strategies as st
 from instruction_sets import printed_by_each
 from lookups import DTYPES, Case, assert_same_bits
@@ -23,17 +23,8 @@ from tolerance import Expected, maxima, pooled, row_gradient, rows_in_use, sampl
 from torch import Tensor
 
 # An interpreted step takes about a millisecond.
-EXAMPLES = int(os.environ.get("FASTEMB_EXAMPLES", "12" if interpreting_triton() else "60"))
 LARGEST = 10_000 if interpreting_triton() else 200_000
-examples = settings(
-    max_examples=EXAMPLES,
-    # The backend is a fixture, the same for all examples.
-    suppress_health_check=[
-        HealthCheck.function_scoped_fixture,
-        HealthCheck.filter_too_much,
-        HealthCheck.too_slow,
-    ],
-)
+examples = drawn(5 if interpreting_triton() else 40)
 any_lookup = lookups(largest=LARGEST)
 low_precision = [torch.float16, torch.bfloat16]
 

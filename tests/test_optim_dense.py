@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from draws import drawn
+from hypothesis import given
 from hypothesis import strategies as st
 from optim_cases import assert_same_bits
 from torch import Tensor, nn
@@ -89,7 +90,7 @@ def contiguous(params: list[nn.Parameter]) -> list[nn.Parameter]:
     implementation=st.sampled_from([{}, {"fused": True}, {"foreach": True}, {"foreach": False}]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=40)
+@drawn(40)
 def test_bits_of_torch(
     optimizer: tuple[str, dict[str, Any]],
     dtype: torch.dtype,

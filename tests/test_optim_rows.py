@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from draws import drawn
+from hypothesis import given
 from hypothesis import strategies as st
 from optim_cases import CLASSES, Model64, assert_same_bits, bits, coo, random_rows, snapshot
 from torch import Tensor, nn
@@ -85,7 +86,7 @@ def test_float64_rows(name: str, options: dict[str, Any], more: dict[str, Any]) 
     ],
 )
 @given(seed=st.integers(0, 1000), count=st.integers(0, 30), dim=st.integers(1, 9))
-@settings(max_examples=15)
+@drawn(15)
 def test_rows_of_torch(name: str, options: dict[str, Any], seed: int, count: int, dim: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     p = nn.Parameter(torch.randn(11, dim, generator=generator))

@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-import os
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from conftest import Backend, backend_params, interpreting_triton
-from hypothesis import HealthCheck, given, settings
+from draws import drawn
+from hypothesis import given
 from hypothesis import strategies as st
 from instruction_sets import printed_by_each
 from lookups import Case, assert_same_bits
@@ -31,17 +31,8 @@ from row_model import Model, assert_same_bytes
 from strategies import lookups
 from torch import Tensor
 
-EXAMPLES = int(os.environ.get("FASTEMB_EXAMPLES", "25" if interpreting_triton() else "60"))
 LARGEST = 3_000 if interpreting_triton() else 100_000
-examples = settings(
-    max_examples=EXAMPLES,
-    # The backend is a fixture, the same for all examples.
-    suppress_health_check=[
-        HealthCheck.function_scoped_fixture,
-        HealthCheck.filter_too_much,
-        HealthCheck.too_slow,
-    ],
-)
+examples = drawn(5 if interpreting_triton() else 30)
 every_operator = pytest.mark.parametrize("op", OPERATORS)
 
 
@@ -143,9 +134,19 @@ if not interpreting_triton():
     LONG += [(1, 255, 600), (1, 2047, 2048, 2049), (5, 5000, 2, 3000)]
 
 
-@pytest.mark.parametrize("lengths", LONG, ids=str)
-@pytest.mark.parametrize(("mode", "samples"), [("sum", False), ("sum", True), ("mean", True)])
-@every_operator
+MODES = (("sum", False), ("sum", True), ("mean", True))
+
+
+def long_segments() -> list[Any]:
+    """Every operator with every mode and all lengths, and every mode with every one of these."""
+    return [
+        (op, *MODES[(i + k) % len(MODES)], lengths)
+        for i, op in enumerate(OPERATORS)
+        for k, lengths in enumerate(LONG)
+    ]
+
+
+@pytest.mark.parametrize(("op", "mode", "samples", "lengths"), long_segments(), ids=str)
 def test_long_segments(
     backend: Backend, op: str, mode: str, samples: bool, lengths: tuple[int, ...]
 ) -> None:

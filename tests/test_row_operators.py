@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-import os
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -18,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import Backend, backend_params, interpreting_triton
-from hypothesis import HealthCheck, given, settings
+from draws import drawn
+from hypothesis import given
 from hypothesis import strategies as st
 from instruction_sets import printed_by_each
 from lookups import assert_same_bits
@@ -42,13 +42,8 @@ from torch import Tensor
 from fastemb import _native
 
 Array = NDArray[np.float64]
-EXAMPLES = int(os.environ.get("FASTEMB_EXAMPLES", "25" if interpreting_triton() else "60"))
 LARGEST = 3_000 if interpreting_triton() else 20_000
-examples = settings(
-    max_examples=EXAMPLES,
-    # The backend is a fixture, the same for all examples.
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+examples = drawn(5 if interpreting_triton() else 40)
 every_operator = pytest.mark.parametrize("op", OPERATORS)
 low_precision = pytest.mark.parametrize("dtype", LOW_PRECISION)
 # Those in which no element depends on another.

@@ -11,7 +11,8 @@ import os
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from draws import drawn
+from hypothesis import given
 from hypothesis import strategies as st
 from lookups import Case, assert_same_bits, assert_within, cases, one_bag
 from torch import Tensor
@@ -25,14 +26,8 @@ assert os.environ.get("FASTEMB_BACKEND") == "triton"
 
 triton = _native.backend("triton")
 reference = _native.backend("reference")
-examples = settings(
-    max_examples=25,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
-)
-small = cases().filter(lambda case: case.indices.numel() * case.weight.shape[1] <= 20_000)
+examples = drawn(12, derandomize=True, database=None)
+small = cases().filter(lambda case: case.indices.numel() * case.weight.shape[1] <= 10_000)
 
 
 def test_the_backend_serves_cpu_tensors() -> None:

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from draws import drawn
+from hypothesis import given
 from hypothesis import strategies as st
 from lookups import DTYPES, assert_same_bits
 from torch import Tensor
@@ -269,13 +270,7 @@ def gaps(param: Tensor) -> Tensor:
     return param.as_strided((rows - 1, param.stride(0) - dim), param.stride(), dim).contiguous()
 
 
-examples = settings(
-    max_examples=40,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
-)
+examples = drawn(15, derandomize=True, database=None)
 single = steps().filter(lambda step: step.arguments["param"].dtype != F64)
 
 

@@ -79,7 +79,7 @@ FE_DEVICE void add_findings(int64_t bad, int64_t first, int64_t* found) {
 }
 
 template <ChecksumMode kMode>
-__global__ void __launch_bounds__(kBlock) checksum_kernel(Checksum p, ChecksumUnits sum, int32_t lanes) {
+__global__ void __launch_bounds__(kBlock, 5) checksum_kernel(Checksum p, ChecksumUnits sum, int32_t lanes) {
   const Place at = place(lanes);
   int64_t bad = 0, first_bad = INT64_MAX;
   for (int64_t k = at.item; first_of_warp(k, lanes) < p.num_rows; k += at.step) {

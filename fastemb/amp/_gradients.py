@@ -13,12 +13,13 @@ from torch import Tensor
 
 from fastemb import _row_queue
 from fastemb._grad_reference import GRAD_STATS
+from fastemb._offloaded import TABLES
 from fastemb._row_queue import RowQueue
 from fastemb.amp._fingerprint import Fingerprint, parameters
 from fastemb.amp._groups import Scales
 from fastemb.optim._base import RowOptimizer
 from fastemb.optim._dense import flat, is_dense
-from fastemb.optim._gradients import row_gradient
+from fastemb.optim._gradients import row_gradient, row_order
 
 _ops = torch.ops.fastemb
 _COLUMNS = len(GRAD_STATS)
@@ -235,12 +236,20 @@ class GradientCheck:
     def _check_queue(self, param: Tensor, queue: RowQueue) -> None:
         """A gradient of ``sparse="fused"``, which is summed while it is looked at."""
         part = queue.merged()
-        if self._unscale:
+        offloaded = self._norm and id(param) in TABLES
+        if self._unscale or offloaded:
             part = _row_queue.summed(part)  # what it is made of is not ours to write
-        self._check_rows(
-            param, part.grad, part.num_rows, part.segments, part.sources, part.coefficients,
-            unscale=self._unscale,
-        )  # fmt: skip
+        order = row_order(param, part.rows, part.num_rows) if offloaded else None
+        if order is None:
+            self._check_rows(
+                param, part.grad, part.num_rows, part.segments, part.sources, part.coefficients,
+                unscale=self._unscale,
+            )  # fmt: skip
+        else:
+            grad = part.grad[order]
+            self._check_rows(param, grad, part.num_rows, unscale=self._unscale)
+            if self._unscale:
+                part.grad[order] = grad
         if self._unscale:
             queue.put(replace(part, version=part.grad._version))
 

@@ -1,5 +1,6 @@
 """Embedding tables and optimizer states in host memory, with every byte verified on its way."""
 
+from fastemb.offload._dense import HostStates
 from fastemb.offload._slots import CacheTooSmallError
 from fastemb.offload.engine import OffloadEngine, OffloadStats
 from fastemb.offload.errors import IntegrityError
@@ -9,6 +10,7 @@ __all__ = [
     "CacheTooSmallError",
     "Embedding",
     "EmbeddingBag",
+    "HostStates",
     "IntegrityError",
     "OffloadEngine",
     "OffloadStats",

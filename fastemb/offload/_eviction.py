@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastemb._memory import advise_huge_pages
+
 # Score of a slot with nothing in it: ranks behind every other.
 EMPTY = 2**63 - 1
 # A ranking brings the slots / _RANKED_SHARE lowest in order. The larger this part, the rarer the
@@ -19,6 +21,13 @@ _RANKED_SHARE = 4
 _USES_PER_HALVING = 10
 # Weight of a use at which all counts are scaled down, exactly; far from both ends of FP32.
 _LARGEST_WEIGHT = 2.0**60
+
+
+def host_array(size: int, dtype: torch.dtype) -> Tensor:
+    """[size], not written to yet; its elements are looked up in any order."""
+    array = torch.empty(size, dtype=dtype, device="cpu")
+    advise_huge_pages(array)
+    return array
 
 
 class Recency:
@@ -52,9 +61,8 @@ class Recency:
     def leave(self, rows: Tensor, scores: Tensor) -> None:
         """``rows`` ([n] int64), with ``scores`` ([n]), are no longer in the cache."""
 
-    def rescale(self, scores: Tensor) -> bool:
-        """Keep numbers in range; whether ``scores``, those of all slots, changed (not in order)."""
-        return False
+    def rescale(self, scores: Tensor) -> None:
+        """Keep numbers in range, also in ``scores``, those of all slots; they rank as before."""
 
 
 class Frequency(Recency):
@@ -67,7 +75,7 @@ class Frequency(Recency):
     """
 
     def __init__(self, num_rows: int, num_slots: int) -> None:
-        self._counts = torch.empty(num_rows, dtype=torch.float32, device="cpu")
+        self._counts = host_array(num_rows, torch.float32)
         self._uses_per_halving = _USES_PER_HALVING * num_slots
         super().__init__()
 
@@ -95,14 +103,13 @@ class Frequency(Recency):
     def leave(self, rows: Tensor, scores: Tensor) -> None:
         self._counts.index_copy_(0, rows, _unpack(scores))
 
-    def rescale(self, scores: Tensor) -> bool:
+    def rescale(self, scores: Tensor) -> None:
         if self._weight < _LARGEST_WEIGHT:
-            return False
+            return
         self._counts.div_(self._weight)
         scaled = _pack(_unpack(scores).div_(self._weight), scores)
         torch.where(scores == EMPTY, scores, scaled, out=scores)
         self._weight = 1.0
-        return True
 
 
 def _pack(counts: Tensor, recency: Tensor | int) -> Tensor:
@@ -149,7 +156,7 @@ class Ranking:
         while self._next + number <= len(self._slots):
             part = slice(self._next, self._next + window)
             slots = self._slots[part]
-            # Used since, or dropped: has another score.
+            # Used since, dropped, or all were rescaled: has another score.
             same = scores.index_select(0, slots) == self._scores[part]
             idle = same.logical_and_(pins.index_select(0, slots) == 0).nonzero().view(-1)
             if len(idle) >= number:

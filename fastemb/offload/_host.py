@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fastemb import _record_ops  # noqa: F401  (defines the operators)
 from fastemb.offload import _mapping
 from fastemb.offload._file import DirtyFileError, FileHeader, TableFile
 from fastemb.offload._layout import Field, RecordLayout
@@ -170,6 +169,20 @@ class HostTable:
         torch.ops.fastemb.row_copy_([records], None, [self.records], rows)
         self.expected(rows)
 
+    def expected(self, rows: Tensor) -> Tensor:
+        """``versions`` of ``rows`` [n] int64, as int64.
+
+        `UNKNOWN` is first replaced there by what the records themselves say.
+        """
+        versions = self.versions[rows].long()
+        unknown = versions == UNKNOWN
+        if unknown.any():
+            # A number that does not fit is damaged: it wraps, and the record is found wrong.
+            stored = self._headers[rows, 1].int()
+            self.versions[rows[unknown]] = stored[unknown]
+            versions = torch.where(unknown, stored.long(), versions)
+        return versions
+
     def check(self, records: Tensor, rows: Tensor, versions: Tensor) -> list[int]:
         """Positions of ``records`` that are not ``rows`` [n] int64 in ``versions`` [n].
 
@@ -247,9 +260,8 @@ class HostTable:
             views[name].copy_(value)
         fill(views, (field for field in self.layout.fields if field.name not in values))
         versions = self.versions[rows].long().clamp(min=0) + 1
-        torch.ops.fastemb.checksum_seal_(
-            self.layout.headers(buffer), _pieces(views), None, rows, versions, self.seed
-        )
+        headers, payload = self.layout.headers(buffer), self.layout.payload(buffer)
+        torch.ops.fastemb.checksum_seal_(headers, [payload], None, rows, versions, self.seed)
         self.scatter(rows, buffer, versions)
 
     # -- files --------------------------------------------------------------------------------
@@ -275,7 +287,7 @@ class HostTable:
         self._require_open()
         if self.torn:
             raise IntegrityError(
-                *(self.name, self.torn, step, self._place),
+                *(self.name, self.torn, step, self.place),
                 "torn, so the file is not flushed: reset() them, with values of a checkpoint or "
                 "with new ones",
             )
@@ -343,7 +355,8 @@ class HostTable:
     # -- parts --------------------------------------------------------------------------------
 
     @property
-    def _place(self) -> Direction:
+    def place(self) -> Direction:
+        """Where records are, for errors."""
         return "in host memory" if self._file is None else "in file"
 
     def _require_open(self) -> None:
@@ -364,20 +377,9 @@ class HostTable:
         finally:
             self._memory.read_ahead(False)
 
-    def expected(self, rows: Tensor) -> Tensor:
-        """Versions of ``rows`` as int64; what was unknown is what the records in the table say."""
-        versions = self.versions[rows].long()
-        unknown = versions == UNKNOWN
-        if unknown.any():
-            # A number that does not fit is damaged: it wraps, and the record is found wrong.
-            stored = self._headers[rows, 1].int()
-            self.versions[rows[unknown]] = stored[unknown]
-            versions = torch.where(unknown, stored.long(), versions)
-        return versions
-
     def _wrong(self, records: Tensor, at: Tensor | None, rows: Tensor, versions: Tensor) -> Tensor:
         """Positions k where record ``at[k]`` (None: k) is not row ``rows[k]`` in its version."""
-        headers, pieces = self.layout.headers(records), _pieces(self.layout.views(records))
+        headers, pieces = self.layout.headers(records), [self.layout.payload(records)]
         stored = headers[: len(rows)] if at is None else headers[at]
         versions = torch.where(versions == UNKNOWN, stored[:, 1], versions)
         found = torch.tensor([0, len(rows)])
@@ -389,8 +391,11 @@ class HostTable:
         return torch.where((stored != right).any(1))[0]
 
     def _seal(self, rows: Tensor, versions: Tensor) -> None:
+        # What was damaged may be in a gap, which nobody writes and checksums of slots do not have.
+        for begin, end in self.layout.gaps:
+            self.records[rows, begin:end] = 0
         torch.ops.fastemb.checksum_seal_(
-            self._headers, _pieces(self.fields), rows, rows, versions, self.seed
+            self._headers, [self.layout.payload(self.records)], rows, rows, versions, self.seed
         )
         self.versions[rows] = versions.int()
 
@@ -405,7 +410,8 @@ class HostTable:
         # Their versions may be anything: they count from 0 again.
         self.versions[torch.tensor(self.torn, dtype=torch.int64)] = 0
         shown = ", ".join(map(str, self.torn[:_NAMED])) + (", ..." * (len(self.torn) > _NAMED))
-        found = f"rows {shown} are" if self.torn else "none is"
+        named = f"rows {shown} are" if len(self.torn) > 1 else f"row {shown} is"
+        found = named if self.torn else "none is"
         warnings.warn(
             f"table {self.name!r} in {path} was not flushed before its process ended; "
             f"{len(self.torn)} of its {self.num_rows} records are half written and cannot be used "
@@ -424,7 +430,7 @@ class HostTable:
         wrong = chunk[self._wrong(self.records, chunk, chunk, versions)].tolist()
         if wrong:
             what = "the records are wrong, so the table cannot be rebuilt: reset() them first"
-            raise IntegrityError(self.name, wrong, self.step, self._place, what)
+            raise IntegrityError(self.name, wrong, self.step, self.place, what)
         begin, end = int(chunk[0]), int(chunk[-1]) + 1
         views = {name: field[begin:end] for name, field in new.fields.items()}
         for name in views.keys() & self.fields.keys():
@@ -450,7 +456,3 @@ def fill(views: Mapping[str, Tensor], fields: Iterable[Field]) -> None:
                 f"field {field.name!r} begins as the weight, so its width must be "
                 f"{views['weight'].shape[1]}, got {field.width}"
             )
-
-
-def _pieces(views: Mapping[str, Tensor]) -> list[Tensor]:
-    return list(views.values())

@@ -74,6 +74,10 @@ class Event:
             return False
         return self._error is not None or self._on_stream is None or self._on_stream.query()
 
+    def failure(self) -> BaseException | None:
+        """What the job has raised, as it left the job; None: nothing so far."""
+        return None if self._error is None else self._error.with_traceback(self._traceback)
+
     def _wait_until_returned(self) -> None:
         if not self._returned.is_set() and self._worker is threading.current_thread():
             raise RuntimeError(
@@ -261,8 +265,7 @@ def _work(
                 job()
             except BaseException as raised:
                 # Without this frame, which would keep its variables.
-                inner = raised.__traceback__.tb_next if raised.__traceback__ else None
-                error = raised.with_traceback(inner)
+                error = raised.with_traceback(raised.__traceback__ and raised.__traceback__.tb_next)
             try:
                 if stream is not None:
                     # Also of a job that failed: some of its work may have been launched.

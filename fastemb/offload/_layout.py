@@ -42,20 +42,22 @@ class RecordLayout:
         fields: "weight" comes first.
         offsets: byte at which each field begins, a multiple of 8; what lies between is zero.
         record_bytes: size of a record, a multiple of 16.
-        has_gaps: whether there are bytes that belong to no field.
+        gaps: bytes from where to where belong to no field.
     """
 
     def __init__(self, fields: Iterable[Field]) -> None:
         self.fields = tuple(fields)
         self.offsets: dict[str, int] = {}
+        gaps = []
         end = HEADER_BYTES
         for field in self.fields:
             self.offsets[field.name] = end
             end += -(-field.bytes // _FIELD_ALIGNMENT) * _FIELD_ALIGNMENT
+            gaps.append((self.offsets[field.name] + field.bytes, end))
         self._payload_end = end
         self.record_bytes = -(-end // _RECORD_ALIGNMENT) * _RECORD_ALIGNMENT
-        used = HEADER_BYTES + sum(field.bytes for field in self.fields)
-        self.has_gaps = used != self.record_bytes
+        gaps.append((end, self.record_bytes))
+        self.gaps = tuple((begin, end) for begin, end in gaps if begin < end)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RecordLayout) and self.signature() == other.signature()

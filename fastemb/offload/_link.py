@@ -59,6 +59,8 @@ class Sums:
     def __init__(self, device: torch.device, chunk_bytes: int) -> None:
         self._rows = torch.arange(chunk_bytes // _ROW_BYTES + 1, device=device)
         self._versions = torch.zeros_like(self._rows)
+        if device.type == "cuda":  # they are used on other streams
+            torch.cuda.current_stream(device).synchronize()
 
     def of(self, values: Tensor, seed: int) -> Tensor:
         """[1] int64, of at most a chunk of bytes; does not wait for the device."""

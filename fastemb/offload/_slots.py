@@ -14,13 +14,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fastemb.offload._eviction import EMPTY, Frequency, Ranking, Recency
+from fastemb.offload._eviction import EMPTY, Frequency, Ranking, Recency, host_array
 
 Policy = Literal["lfu", "lru"]
 
 _ABSENT = -1
 _VACANT, _CLEAN, _DIRTY = 0, 1, 2  # what is in a slot
-_MOST_PINS = 255  # what a byte can count
+_MOST_PINS = 2**15 - 1  # what two bytes can count
 
 
 class CacheTooSmallError(RuntimeError):
@@ -96,13 +96,13 @@ class SlotMap:
         self.num_slots = num_slots
         # Whatever mode or default device the caller is in: all this is written to on the host.
         with torch.inference_mode(False):
-            self.slot_of = torch.empty(num_rows, dtype=torch.int32, device="cpu")
-            self.row_of = torch.empty(num_slots, dtype=torch.int64, device="cpu")
-            self._content = torch.empty(num_slots, dtype=torch.uint8, device="cpu")
-            self._pins = torch.empty(num_slots, dtype=torch.uint8, device="cpu")
-            self._scores = torch.empty(num_slots, dtype=torch.int64, device="cpu")
+            self.slot_of = host_array(num_rows, torch.int32)
+            self.row_of = host_array(num_slots, torch.int64)
+            self._content = host_array(num_slots, torch.uint8)
+            self._pins = host_array(num_slots, torch.int16)
+            self._scores = host_array(num_slots, torch.int64)
             # A stack, of which the first _num_free count.
-            self._free = torch.empty(num_slots, dtype=torch.int32, device="cpu")
+            self._free = host_array(num_slots, torch.int32)
             self._uses = Frequency(num_rows, num_slots) if policy == "lfu" else Recency()
         self._ranking = Ranking()
         self._num_free = 0
@@ -131,14 +131,15 @@ class SlotMap:
         missing = absent.nonzero().view(-1)
         # Missing rows pass through slot 0 with nothing to add: cheaper than to leave them out.
         slots.clamp_(min=0)
-        present = absent.logical_not_().byte()
+        present = absent.logical_not_().short()
         pins = self._pins.index_select(0, slots)
         num_pinned = self._num_pinned + len(missing) + int((present > pins).sum())
         if num_pinned > self.num_slots:
             raise CacheTooSmallError(self.table, len(rows), num_pinned, self.num_slots)
         if len(rows) and int(pins.max()) == _MOST_PINS:
             raise RuntimeError(
-                f"table {self.table!r}: more than {_MOST_PINS} batches in flight hold the same row"
+                f"table {self.table!r}: more than {_MOST_PINS} batches or lookups in flight hold "
+                "the same row"
             )
         scores = self._uses.score(rows, counts, slots, missing, self._scores)
 
@@ -166,8 +167,7 @@ class SlotMap:
             self._pins.index_fill_(0, chosen, 1)
             slots.index_copy_(0, missing, chosen)
             self._scores.index_copy_(0, slots, scores)
-            if self._uses.rescale(self._scores):
-                self._ranking.forget()
+            self._uses.rescale(self._scores)
         return plan
 
     def release(self, slots: Tensor) -> None:
@@ -243,6 +243,11 @@ class SlotMap:
             self._free[self._num_free : self._num_free + len(free)] = free
             self._num_free += len(free)
             self._num_pinned -= num_pinned
+
+    @property
+    def torn(self) -> bool:
+        """Whether an interrupt has hit the middle of a change, so that only `clear` is left."""
+        return self._torn
 
     def clear(self) -> None:
         """As new: nothing in the cache, pinned, dirty or counted."""

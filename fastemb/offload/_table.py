@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from fastemb import _offloaded, _reference
 from fastemb._memory import advise_huge_pages
 from fastemb._offloaded import RowState
-from fastemb._row_queue import QueuedRows, refuse_waiting
+from fastemb._row_queue import QueuedRows, drop, refuse_waiting
 from fastemb.nn._table import keep_full_gradients
-from fastemb.offload._host import HostTable
+from fastemb.offload._host import HostTable, fill
 from fastemb.offload._lanes import Event
 from fastemb.offload._layout import Field, RecordLayout
 from fastemb.offload._slots import CacheTooSmallError, Policy, SlotMap
+from fastemb.offload._transfers import Failure
 from fastemb.offload.errors import IntegrityError
 
 if TYPE_CHECKING:
@@ -34,14 +35,27 @@ class HeldRows:
         self.table = table
         self.rows = rows
         self.slots = slots
+        self.map = table.slots
+        self.delivered: Event | None = None  # when the last of them, and all before it, has come
+        self.mended = table.mended
 
     @property
     def weight(self) -> Tensor:
+        """For the backward.
+
+        Raises:
+            RuntimeError: the slots were taken away since.
+        """
+        if self.map is not self.table.slots:
+            raise RuntimeError(
+                f"table {self.table.name!r}: the cache was begun anew after this lookup, so there "
+                "can be no backward through it"
+            )
         return self.table.weight
 
     def __del__(self) -> None:
         # On whatever thread the last reference goes; the planner comes by.
-        self.table.released.append(self.slots)
+        self.table.released.append((self.map, self.slots))
 
 
 class Lookup(NamedTuple):
@@ -68,7 +82,8 @@ class Table:
         collected, stored: see `fastemb.offload._transfers.CachedTable`.
         delivered: the last fetch.
         spoiled: rows in the cache whose fetch has failed.
-        released: slots whose pins are to be taken away.
+        mended: how often all that is in the cache was fetched again.
+        released: slots whose pins are to be taken away, and the map that has them.
         hits, misses: distinct rows of batches that were, or were not, in the cache.
     """
 
@@ -95,7 +110,8 @@ class Table:
         self.stored: Event | None = None
         self.delivered: Event | None = None
         self.spoiled: list[Tensor] = []
-        self.released: deque[Tensor] = deque()
+        self.mended = 0
+        self.released: deque[tuple[SlotMap, Tensor]] = deque()
         self.hits = 0
         self.misses = 0
         self.current: list[HeldRows] = []
@@ -109,6 +125,8 @@ class Table:
         self._version = weight._version
         self._opened = False
         self._sealed = False
+        self._closed = False
+        self._given_back = False
 
     # ---- memory ----
 
@@ -145,25 +163,25 @@ class Table:
         Raises:
             ValueError: they are of another table.
         """
-        wanted = Field("weight", dtype, self.shape[1])
-        there = host.layout.fields[0]
-        if (there.name, there.dtype, there.width) != (wanted.name, wanted.dtype, wanted.width) or (
-            host.num_rows != self.shape[0]
-        ):
-            host.close()
-            raise ValueError(
-                f"table {self.name!r}: the file has weight {there.dtype} "
-                f"[{host.num_rows}, {there.width}], the module {dtype} {list(self.shape)}"
-            )
+        require_weight(host, dtype, self.shape)
         self.host = host
         self._sealed = sealed
         self._states = _row_states(host.layout)
 
     @torch.no_grad()
     def open(self) -> None:
-        """Make records and cache, at the first use; before it nothing is known of the optimizer."""
-        if self._opened:
-            return
+        """Make records and cache, at the first use; before it nothing is known of the optimizer.
+
+        Raises:
+            RuntimeError: the engine was closed.
+        """
+        if self._closed:
+            raise RuntimeError(f"table {self.name!r} is closed, as its OffloadEngine is")
+        if not self._opened:
+            with torch.inference_mode(False):  # whatever mode the first lookup is made in
+                self._open()
+
+    def _open(self) -> None:
         path = self.engine._path(self.name)
         if not hasattr(self, "host"):
             layout = self.layout()
@@ -173,7 +191,8 @@ class Table:
                 storage=path,
                 pin=path is None and self.device.type == "cuda",
             )
-            self._fill(layout, self.weight.detach())
+            self.host.fields["weight"].copy_(self.weight.detach())
+            fill(self.host.fields, layout.fields[1:])
         if not self._sealed:
             self.host.seal()
             self.host.flush(self.engine.step)
@@ -182,23 +201,28 @@ class Table:
         self._point_weight()
         self._open_cache()
 
+    @torch.no_grad()
     def give_back(self) -> None:
-        """Let the parameter have memory of its own again, up to date, on the engine's device."""
-        self.open()
+        """Let the parameter have memory of its own again, up to date, on the engine's device.
+
+        And its states in the optimizer, too. Only the first of several calls does anything.
+        """
+        if self._given_back:
+            return
         self.flush()
         weight = self.weight
-        values = weight.detach().clone(memory_format=torch.contiguous_format)
-        weight.data = values.to(self.device)
-        advise_huge_pages(weight)
+        weight.data = self._own(weight.detach())
+        optimizer = None if self._optimizer is None else self._optimizer()
+        states = getattr(optimizer, "state", {}).get(weight, {})
+        for name in states.keys() & {state.name for state in self._states}:
+            states[name] = self._own(states[name])
+        self._given_back = True
         self.engine.forget(self)
 
-    def _fill(self, layout: RecordLayout, values: Tensor) -> None:
-        for field in layout.fields:
-            target = self.host.fields[field.name]
-            if field.name == "weight" or field.fill is None:
-                target.copy_(values)
-            else:
-                target.fill_(field.fill)
+    def _own(self, view: Tensor) -> Tensor:
+        values = view.clone(memory_format=torch.contiguous_format).to(self.device)
+        advise_huge_pages(values)
+        return values
 
     def _point_weight(self) -> None:
         """Let the parameter be the host table, from which the module reads and saves."""
@@ -208,13 +232,12 @@ class Table:
 
     def _open_cache(self) -> None:
         rows, _ = self.shape
-        with torch.inference_mode(False):
-            self.slots = SlotMap(self.name, rows, self.num_slots, self._policy)
-            self.headers = torch.zeros(self.num_slots, 2, dtype=torch.int64, device=self.device)
-            self._slot_of_current = torch.full((rows,), -1, dtype=torch.int32, device=self.device)
-            self._make_cache()
-            self.leaf = nn.Parameter(self.cache["weight"], self.weight.requires_grad)
-            keep_full_gradients(self.leaf)
+        self.slots = SlotMap(self.name, rows, self.num_slots, self._policy)
+        self.headers = torch.zeros(self.num_slots, 2, dtype=torch.int64, device=self.device)
+        self._slot_of_current = torch.full((rows,), -1, dtype=torch.int32, device=self.device)
+        self._make_cache()
+        self.leaf = nn.Parameter(self.cache["weight"], self.weight.requires_grad)
+        keep_full_gradients(self.leaf)
         self.engine.transfers.make_room(self.host.layout.record_bytes)
         self._opened = True
 
@@ -230,6 +253,8 @@ class Table:
     # ---- for optimizers ----
 
     def bind(self, optimizer: object, states: Sequence[RowState]) -> None:
+        if self._closed:
+            raise RuntimeError(f"table {self.name!r} is closed, as its OffloadEngine is")
         owner = None if self._optimizer is None else self._optimizer()
         wanted = tuple(states)
         if owner is optimizer and wanted == self._states:
@@ -239,20 +264,32 @@ class Table:
                 f"table {self.name!r} is trained by {type(owner).__name__}, whose states are in "
                 f"its records; it cannot have another optimizer, got {type(optimizer).__name__}"
             )
+        old = self._states
+        if not self._opened or (_signature(wanted) == _signature(old) and owner is optimizer):
+            self._states = wanted
+        else:
+            self.flush()
+            self._states = wanted
+            if _signature(wanted) != _signature(old):
+                self._rebuild()
+            if owner is not optimizer and self._step is not None:
+                self._begin_states()
         self._optimizer = weakref.ref(optimizer)
-        if _signature(wanted) == _signature(self._states):
-            self._states = wanted
-            return
-        if not self._opened:
-            self._states = wanted
-            return
-        self.flush()
-        self._states = wanted
+
+    def _rebuild(self) -> None:
         self.host = self.host.rebuilt(self.layout())
         self._point_weight()
         self._make_cache()
         self.engine.transfers.make_room(self.host.layout.record_bytes)
         self._refresh()
+
+    @torch.no_grad()
+    def _begin_states(self) -> None:
+        """Those in the records are of an optimizer that is gone."""
+        self._step = None
+        self.host.optimizer_step = 0.0
+        self.host.layout = self.layout()
+        self.load({"weight": self.host.fields["weight"]})
 
     @property
     def steps(self) -> float:
@@ -264,20 +301,65 @@ class Table:
         fields = self.host.fields
         return {s.name: fields[s.name][:, 0] if s.flat else fields[s.name] for s in self._states}
 
+    @torch.no_grad()
+    def take_states(self, given: Mapping[str, object]) -> None:
+        views = self.host_states()
+        new = {
+            name: value
+            for name, value in given.items()
+            if name in views
+            and isinstance(value, Tensor)
+            and value.data_ptr() != views[name].data_ptr()
+        }
+        if new:
+            self.flush()
+            for name, value in new.items():
+                views[name].copy_(value)
+            self.replaced()
+
     def stepped(self, part: QueuedRows, step: Tensor) -> None:
         self._step = step
         for held in part.keeps:
             assert isinstance(held, HeldRows)
             self.slots.mark_dirty(held.slots)
 
+    def row_order(self, slots: Tensor) -> Tensor:
+        slots = slots.cpu()
+        rows = torch.where(slots < 0, self.shape[0], self.slots.row_of[slots.clamp(min=0)])
+        return rows.argsort(stable=True).to(self.device)
+
     # ---- host and cache ----
 
-    @torch.no_grad()
     def flush(self) -> None:
+        """Bring the records up to date, before somebody reads all of them, or writes some fields.
+
+        Raises:
+            IntegrityError: a record is wrong. It would be saved, or sealed with what is written.
+        """
+        if self._closed:  # which has brought them up to date
+            self.engine.check_lost()
+            return
+        self.write_back()
+        if not self._opened:
+            return
+        if self.engine.transfers.verify != "off":
+            wrong = self.host.verify()
+            if wrong:
+                raise IntegrityError(
+                    *(self.name, wrong, self.engine.step, self.host.place),
+                    "the records are wrong; engine.reset_rows() or engine.load_state_dict() "
+                    "replaces them",
+                )
+
+    @torch.no_grad()
+    def write_back(self) -> None:
         """Bring the records up to date; the cache stays as it is."""
+        if not self._opened and self._weight() is None:
+            return  # its module is gone, and has never used it
         self.open()
-        self.settle()
         engine = self.engine
+        engine.check()
+        self.settle()
         dirty = self.slots.dirty()
         if len(dirty):
             self.host.mark_dirty()
@@ -289,32 +371,41 @@ class Table:
         self.host.flush(engine.step)
 
     @torch.no_grad()
-    def replaced(self) -> None:
-        """The records were written in place: they are right, and the cache is not."""
-        self.engine.drain()
+    def replaced(self, step: Tensor | None = None) -> None:
+        # Nothing is under way: whoever wrote them has flushed before, or drained the lanes, and
+        # only the training loop begins transfers.
         self.host.seal()
         self._refresh()
         self._version = self.weight._version
+        if step is not None:
+            self._step = step
 
     @torch.no_grad()
     def load(self, values: Mapping[str, Tensor]) -> None:
         """Write all records; fields that are not among ``values`` begin anew."""
         self.spoiled = []
-        for field in self.host.layout.fields:
-            target = self.host.fields[field.name]
-            if field.name in values:
-                target.copy_(values[field.name])
-            elif field.fill is None:
-                target.copy_(self.host.fields["weight"])
-            else:
-                target.fill_(field.fill)
+        self.collected = self.stored = self.delivered = None  # over, and maybe failed
+        if self.slots.torn:  # by an interrupt
+            self._forget_cache()
         self.host.mark_dirty()
+        for name, value in values.items():
+            self.host.fields[name].copy_(value)
+        fill(self.host.fields, (f for f in self.host.layout.fields if f.name not in values))
         self.replaced()
+
+    def _forget_cache(self) -> None:
+        """Begin with an empty one; what lookups still hold is worth nothing."""
+        drop(self._weight())
+        self.slots = SlotMap(self.name, self.shape[0], self.num_slots, self._policy)
+        self.current = []
+        self._slot_of_current.fill_(-1)
 
     @torch.no_grad()
     def reset(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Write the records of some rows."""
-        self.engine.drain()
+        """Write the records of some rows, which may be those that a transfer has found wrong."""
+        self.engine.drain(raising=False)
+        self.delivered = None  # over, and maybe failed
+        self.engine.check()
         self.host.reset(rows, values)
         slots = self.slots.slot_of[rows].long()
         there = slots >= 0
@@ -332,16 +423,45 @@ class Table:
     def settle(self) -> None:
         """Take notice of what happened since the last time: released rows, writes, failures."""
         while self.released:
-            self.slots.release(self.released.popleft())
-        if self.weight._version != self._version:
+            slot_map, slots = self.released.popleft()
+            if slot_map is self.slots:
+                slot_map.release(slots)
+        weight = self._weight()
+        if weight is not None and weight._version != self._version:
             self._adopt_writes()
         if self.spoiled:
-            spoiled, self.spoiled = self.spoiled, []
-            rows = torch.cat(spoiled).unique()
-            slots = self.slots.slot_of[rows].long()
-            there = slots >= 0
-            self._fetch(rows[there], slots[there])
-            self.engine.wait(self.delivered)
+            self._mend()
+
+    def _mend(self) -> None:
+        """Fetch again what did not arrive as it was sent.
+
+        A record may have gone to the slot of another row. So all clean slots are filled again;
+        dirty ones have what nobody else has, but the header there tells.
+
+        Raises:
+            IntegrityError: a record came to a dirty slot, or is wrong again.
+        """
+        spoiled, self.spoiled = self.spoiled, []
+        self.delivered = None  # has failed
+        rows = torch.cat(spoiled).unique()
+        dirty = self.slots.dirty()
+        sent = self.host.layout.headers(self.host.records)[rows, 0]
+        lost = torch.isin(self.headers[dirty.to(self.device), 0].cpu(), sent)
+        if lost.any():
+            self.engine.lose(
+                IntegrityError(
+                    *(self.name, self.slots.row_of[dirty[lost]].tolist(), self.engine.step),
+                    "to device",
+                    "other records were written to the slots of these rows, whose newer values are "
+                    "lost; engine.load_state_dict() goes on from a checkpoint",
+                )
+            )
+        clean = self.slots.row_of >= 0
+        clean[dirty] = False
+        slots = torch.where(clean)[0]
+        self._fetch(self.slots.row_of[slots], slots, self.stored)
+        self.engine.wait(self.delivered)
+        self.mended += 1
 
     @torch.no_grad()
     def _adopt_writes(self) -> None:
@@ -403,21 +523,38 @@ class Table:
         """Have ``rows`` brought into the cache, and hold them; they are there after `wait`."""
         engine = self.engine
         plan = self.slots.plan(rows, counts)
-        held = HeldRows(self, rows, plan.slots)
-        stored = self.stored  # what this plan evicts is none of its own rows
-        self.hits += len(rows) - len(plan.missing)
-        self.misses += len(plan.missing)
-        if len(plan.evicted_rows):
-            self.host.mark_dirty()
-            engine.transfers.write_back(self, plan.evicted_rows, plan.evicted_slots, engine.step)
-        self._fetch(rows[plan.missing], plan.slots[plan.missing], stored)
+        evicted, missing = plan.evicted_rows, rows[plan.missing]
+        try:
+            held = HeldRows(self, rows, plan.slots)
+            stored = self.stored  # what this plan evicts is none of its own rows
+            if len(evicted):
+                self.host.mark_dirty()
+                engine.transfers.write_back(self, evicted, plan.evicted_slots, engine.step)
+                evicted = evicted[:0]
+            self._fetch(missing, plan.slots[plan.missing], stored)
+            held.delivered = self.delivered
+        except BaseException as error:  # an interrupt, say: the plan must not pass for done
+            if len(evicted):
+                lost = RuntimeError(
+                    f"table {self.name!r}: interrupted while rows were leaving the cache, so newer "
+                    "values of them are lost; engine.load_state_dict() goes on from a checkpoint"
+                )
+                lost.__cause__ = error
+                engine.transfers.failures.append(Failure(self, evicted, lost, True))
+            self.spoiled.append(missing)
+            raise
+        self.hits += len(rows) - len(missing)
+        self.misses += len(missing)
         return held
 
-    def wait(self) -> None:
-        """Until all that was asked for is in the cache."""
-        self.engine.wait(self.delivered)
+    def wait(self, held: HeldRows) -> None:
+        """Until rows are in the cache, and no longer: those of later batches may still come."""
+        delivered, mended = held.delivered, held.mended
+        del held  # whoever keeps the traceback of an error must not keep the slots
         if self.spoiled:
             self.settle()
+        if mended == self.mended:
+            self.engine.wait(delivered)
 
     def begin(self, held: HeldRows) -> None:
         """Lookups find these rows, and only these, from now on, until `end`."""
@@ -429,7 +566,8 @@ class Table:
     def end(self, held: HeldRows) -> None:
         """`begin` no longer holds; what held before does again."""
         self._hide(held)
-        self.current.remove(held)
+        if held in self.current:
+            self.current.remove(held)
         if self.current:
             self._show(self.current[-1])
 
@@ -458,7 +596,11 @@ class Table:
             rows, counts, positions = self.distinct(op, ids)
             self.check_room(rows)
             held = self.bring(rows, counts)
-            self.wait()
+            try:
+                self.wait(held)
+            except BaseException:
+                del held  # whoever keeps the traceback must not keep the slots
+                raise
             slots = held.slots.int()[positions].view(ids.shape).to(self.device)
         else:
             slots, held = found
@@ -500,8 +642,20 @@ class Table:
         _offloaded.TABLES.pop(self._key, None)
 
     def close(self) -> None:
+        self._closed = True
         if hasattr(self, "host"):
             self.host.close()
+
+
+def require_weight(host: HostTable, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """Close a file and raise `ValueError` where it has the records of another table."""
+    there = host.layout.fields[0]
+    if (there.name, there.dtype, host.num_rows, there.width) != ("weight", dtype, *shape):
+        host.close()
+        raise ValueError(
+            f"table {host.name!r}: the file has weight {there.dtype} "
+            f"[{host.num_rows}, {there.width}], the module {dtype} {list(shape)}"
+        )
 
 
 def _row_states(layout: RecordLayout) -> tuple[RowState, ...]:

@@ -6,12 +6,16 @@ Two pipelines of two lanes each, with two reusable staging buffers between the l
     write-back  collect: slots -> device -> staging   store:   staging, verified -> host table
 
 Everything is verified where it arrives: fetched records in the slots, others before they are
-stored. Each wait has a name; the tests leave out one at a time and see that it is missed.
+stored. Bytes between the fields of a record and behind them are not data: a fetch drops them and
+does not look at them; elsewhere those between fields are verified with the rest.
+
+Each wait has a name; the tests leave out one at a time and see that it is missed.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from threading import Lock
@@ -129,7 +133,9 @@ class Transfers:
         pin: whether staging memory on the host is pinned.
 
     Attributes:
-        failures: of jobs, oldest first, until somebody takes them away.
+        verify: as given.
+        failures: of jobs, oldest first, until somebody takes them away, one by one: workers append
+            to it at any time.
     """
 
     def __init__(
@@ -141,8 +147,8 @@ class Transfers:
         pin: bool,
     ) -> None:
         self.device = device
-        self.failures: list[Failure] = []
-        self._verify = verify
+        self.failures: deque[Failure] = deque()
+        self.verify = verify
         self._pin = pin
         self._in = _Staging(device, staging_bytes, pin)
         self._out = _Staging(device, staging_bytes, pin)
@@ -160,9 +166,10 @@ class Transfers:
             return self._traffic.copy()
 
     def make_room(self, record_bytes: int) -> None:
-        """Have buffers that take a record of this size; nothing may be under way."""
+        """Have buffers that take a record of this size."""
         for name in ("_in", "_out"):
             if getattr(self, name).num_bytes < record_bytes:
+                self.drain()  # the old ones are given back, and streams must have left them
                 setattr(self, name, _Staging(self.device, record_bytes, self._pin))
 
     def close(self) -> None:
@@ -212,7 +219,7 @@ class Transfers:
         collected = table.collected
 
         def gather() -> None:
-            self._wait("staging free", free)
+            self._follow(self._gather, "staging free", free, even_if_failed=True)
             self._wait("stored", stored)
             with self._busy():
                 host.gather(rows, staged)
@@ -222,8 +229,8 @@ class Transfers:
             with self._busy():
                 self._deliver.copy(arrived, staged)
                 where, which, wanted = _on(self.device, slots, rows, host.expected(rows))
-            self._follow(self._deliver, "collected", collected)
-            self._follow(self._deliver, "computed", before)
+            self._follow(self._deliver, "slots collected", collected)
+            self._follow(self._deliver, "slots used", before)
             with self._busy():
                 _ops.row_copy_(
                     [table.headers, *table.cache.values()],
@@ -256,13 +263,14 @@ class Transfers:
         )
         pieces = list(table.cache.values())
         seed = table.host.seed
-        found = torch.zeros(2, dtype=torch.int64, device=self.device)
+        found = torch.tensor([0, len(rows)], device=self.device)
         _ops.checksum_check_(table.headers, pieces, slots, rows, versions, seed, found)
         self._count(checks=len(rows))
         if int(found[0]):
             sums = _ops.checksum(pieces, slots, rows, versions, seed)
             there = table.headers[slots]
             bad = ((there[:, 0] != sums) | (there[:, 1] != versions)).cpu()
+            bad[int(found[1])] = True
             raise _integrity_error(
                 table, host_rows[bad], step, "to device", there[:, 1].cpu()[bad],
                 versions.cpu()[bad],
@@ -304,13 +312,13 @@ class Transfers:
         leaving = self._out.device(buffer, *shape)
 
         def collect() -> None:
-            self._wait("staging out free", free)
-            self._follow(self._collect, "computed", before)
+            self._follow(self._collect, "staging out free", free, even_if_failed=True)
+            self._follow(self._collect, "slots computed", before)
             with self._busy():
                 where, which, versions = _on(self.device, slots, rows, new)
                 pieces = list(table.cache.values())
                 _ops.checksum_seal_(table.headers, pieces, where, which, versions, host.seed)
-                if host.layout.has_gaps:
+                if host.layout.gaps:
                     leaving.zero_()
                 _ops.row_copy_(
                     [host.layout.headers(leaving), *host.layout.views(leaving).values()],
@@ -321,7 +329,7 @@ class Transfers:
                 self._collect.copy(staged, leaving)
 
         def store() -> None:
-            self._wait("collected copy", collected)
+            self._wait("copied out", collected)
             with self._busy():
                 self._verify_records(table, staged, None, rows, new, step, "to host")
                 # Also what is about to be overwritten: somebody else may have written it.
@@ -351,13 +359,14 @@ class Transfers:
         at, rows, versions = (numbers[chosen].contiguous() for numbers in (at, rows, versions))
         layout, seed = table.host.layout, table.host.seed
         headers, pieces = layout.headers(records), [layout.payload(records)]
-        found = torch.zeros(2, dtype=torch.int64)
+        found = torch.tensor([0, len(rows)])
         _ops.checksum_check_(headers, pieces, at, rows, versions, seed, found)
         self._count(checks=len(rows))
         if int(found[0]):
             there = headers[at]
             sums = _ops.checksum(pieces, at, rows, versions, seed)
             bad = (there[:, 0] != sums) | (there[:, 1] != versions)
+            bad[int(found[1])] = True  # also where it is right by now: bytes may come late
             raise _integrity_error(
                 table, rows[bad], step, direction, there[:, 1][bad], versions[bad]
             )
@@ -371,9 +380,9 @@ class Transfers:
 
     def _chosen(self, number: int) -> slice | None:
         """Which of so many records are verified."""
-        if self._verify == "off" or number == 0:
+        if self.verify == "off" or number == 0:
             return None
-        if self._verify == "all":
+        if self.verify == "all":
             return slice(None)
         with self._counting:
             self._sampled += 1
@@ -385,10 +394,17 @@ class Transfers:
         if event is not None:
             event.wait()
 
-    def _follow(self, lane: Lane, name: str, event: Event | None) -> None:
-        """What a job launches from here on comes after another job."""
+    def _follow(
+        self, lane: Lane, name: str, event: Event | None, *, even_if_failed: bool = False
+    ) -> None:
+        """What a job does from here on comes after another job.
+
+        Args:
+            even_if_failed: the other one need only be over. A buffer is free after any end of its
+                last use; a transfer that has failed must not fail those that come later.
+        """
         if event is not None:
-            lane.after(event)
+            lane.after(event, even_if_failed=even_if_failed)
 
     def _guarded(
         self, table: CachedTable, rows: Tensor, job: Callable[[], None], *, lost: bool
@@ -437,11 +453,12 @@ def _integrity_error(
     versions: Tensor,
     wanted: Tensor,
 ) -> IntegrityError:
-    stale = int((versions != wanted).sum())
+    stale = torch.where(versions != wanted)[0].tolist()
     what = "the checksum is wrong"
     if stale:
+        k = stale[0]
         what = (
-            f"not what was sent: the first has version {int(versions[0])} and should have "
-            f"{int(wanted[0])}"
+            f"not what was sent: row {int(rows[k])} has version {int(versions[k])} and should have "
+            f"{int(wanted[k])}"
         )
     return IntegrityError(table.name, rows.tolist(), step, direction, what)

@@ -18,8 +18,9 @@ from fastemb.offload._host import HostTable
 from fastemb.offload._lanes import Lane
 from fastemb.offload._layout import Field, RecordLayout
 from fastemb.offload._slots import CacheTooSmallError, Policy
-from fastemb.offload._table import HeldRows, Table
+from fastemb.offload._table import HeldRows, Table, require_weight
 from fastemb.offload._transfers import LaneFactory, Transfers, Verify
+from fastemb.offload.errors import IntegrityError, again
 
 __all__ = ["OffloadEngine", "OffloadStats"]
 
@@ -125,8 +126,9 @@ class OffloadEngine:
     Errors of transfers are raised in the training loop, before anything uses what has arrived:
     `IntegrityError` names table, rows, step and direction. A record that was damaged on its way to
     the device is fetched again when it is needed next. One that is damaged in host memory stays so
-    until somebody writes it: `load_state_dict`, of the engine or the model, or `reset_rows`. When
-    one is lost on its way to the host nothing but `load_state_dict` of the engine goes on.
+    until `reset_rows` or `load_state_dict` of the engine writes it; until then no checkpoint is
+    made, nor the table partly overwritten. When one is lost on its way to the host nothing but
+    `load_state_dict` of the engine goes on.
     """
 
     def __init__(
@@ -176,6 +178,7 @@ class OffloadEngine:
         self._hosts: dict[str, tuple[HostTable, bool]] = {}
         self._waited = 0.0
         self._broken: BaseException | None = None
+        self._closed = False
         pin = self.device.type == "cuda"
         self.transfers = Transfers(self.device, staging_bytes, verify, make_lane, pin)
         if self._storage is not None:
@@ -197,13 +200,13 @@ class OffloadEngine:
                 of another one.
             FileExistsError: there is a file of this name, and the engine does not resume.
         """
+        self.check()
         known = _offloaded.TABLES.get(id(weight))
         if isinstance(known, Table):
             if known._engine() is not self:
                 raise ValueError(f"OffloadEngine: table {name!r} belongs to another engine")
             return known
-        if name in self.tables:
-            raise ValueError(f"OffloadEngine: there is a table {name!r} already")
+        self._check_new(name)
         if weight.numel() == 0:
             raise ValueError(
                 f"OffloadEngine: table {name!r} must have rows and columns, "
@@ -236,15 +239,26 @@ class OffloadEngine:
         path = self._path(name)
         if path is None:
             return None, False
+        self.check()
+        self._check_new(name)
+        left = self._hosts.pop(name, None)  # by a module whose construction has failed
+        if left is not None:
+            left[0].close()
         host = self._existing(name)
         resumed = host is not None
-        if host is None:
+        if host is not None:
+            require_weight(host, dtype, (num_embeddings, embedding_dim))
+        else:
             layout = RecordLayout((Field("weight", dtype, embedding_dim),))
             host = HostTable.create(
                 name, num_embeddings, layout, seed=self._next_seed(), storage=path
             )
         self._hosts[name] = (host, resumed)
         return host.fields["weight"], resumed
+
+    def _check_new(self, name: str) -> None:
+        if name in self.tables:
+            raise ValueError(f"OffloadEngine: there is a table {name!r} already")
 
     def _existing(self, name: str) -> HostTable | None:
         path = self._path(name)
@@ -254,7 +268,9 @@ class OffloadEngine:
             raise FileExistsError(
                 f"OffloadEngine: {path} is there; resume=True takes table {name!r} from it"
             )
-        return HostTable.open(path, name=name, recover=self._recover)
+        host = HostTable.open(path, name=name, recover=self._recover)
+        self.step = max(self.step, host.step)
+        return host
 
     def _next_seed(self) -> int:
         """Tables have checksums of their own: records of one are none of another."""
@@ -305,7 +321,7 @@ class OffloadEngine:
         """Bring all host tables up to date, and files to the disk, where they are then clean."""
         self.check()
         for table in self.tables.values():
-            table.flush()
+            table.write_back()
 
     def verify(self) -> dict[str, list[int]]:
         """Name of each table -> rows whose record on the host is wrong, after `flush`."""
@@ -315,8 +331,14 @@ class OffloadEngine:
     # ---- states ----
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Name of each table -> "weight" and the states of its rows, as copies, after `flush`."""
-        self.flush()
+        """Name of each table -> "weight" and the states of its rows, as copies, after `flush`.
+
+        Raises:
+            IntegrityError: a record on the host is wrong.
+        """
+        self.check()
+        for table in self.tables.values():
+            table.flush()
         return {
             name: {
                 field: view.clone(memory_format=torch.contiguous_format)
@@ -403,14 +425,20 @@ class OffloadEngine:
         )
 
     def close(self) -> None:
-        """`flush`, end the lanes and close the files. Idempotent."""
-        if not self.tables:
-            self.transfers.close()
+        """`flush`, end the lanes and close the files. Idempotent.
+
+        Weights and states may be read and saved after it, and `fastemb.revert` works.
+        """
+        if self._closed:
             return
         try:
             if self._broken is None:
                 self.flush()
+        except BaseException as error:
+            self._broken = self._broken or error  # what is on the host is not up to date
+            raise
         finally:
+            self._closed = True
             self.transfers.close()
             for table in self.tables.values():
                 table.close()
@@ -419,41 +447,59 @@ class OffloadEngine:
     # ---- waiting ----
 
     def check(self) -> None:
-        """Raise what has been lost on the way to the host."""
+        """Raise what has been lost on the way to the host, or that there is no engine any more."""
+        if self._closed:
+            raise RuntimeError("the OffloadEngine is closed")
+        self.check_lost()
+
+    def check_lost(self) -> None:
         self._take_failures()
         if self._broken is not None:
-            raise self._broken
+            raise again(self._broken)
+
+    def lose(self, error: IntegrityError) -> None:
+        """Raise an error that nothing but `load_state_dict` goes on after."""
+        self._broken = self._broken or error
+        raise again(error)
 
     def wait(self, event: Any) -> None:
         """The training loop waits for a transfer; failures of any are raised."""
-        if event is not None and not event.done():
-            start = time.perf_counter()
+        failed: BaseException | None = None
+        if event is not None:
+            start = None if event.done() else time.perf_counter()
             try:
                 event.wait()
-            except BaseException as error:
-                self._take_failures()
-                raise error
+            except BaseException:
+                failed = event.failure()
+                if failed is None:  # an interrupt, or the worker is gone
+                    raise
             finally:
-                self._waited += time.perf_counter() - start
+                if start is not None:
+                    self._waited += time.perf_counter() - start
         self._take_failures()
+        if failed is not None:  # not in a job, or somebody was told already
+            raise again(failed)
 
-    def drain(self) -> None:
+    def drain(self, *, raising: bool = True) -> None:
         """Wait until nothing is under way."""
         start = time.perf_counter()
         self.transfers.drain()
         self._waited += time.perf_counter() - start
-        self._take_failures()
+        self._take_failures(raising=raising)
 
-    def _take_failures(self) -> None:
-        failures, self.transfers.failures = self.transfers.failures, []
-        for failure in failures:
+    def _take_failures(self, *, raising: bool = True) -> None:
+        first: BaseException | None = None
+        failures = self.transfers.failures
+        while failures:
+            failure = failures.popleft()
             assert isinstance(failure.table, Table)
             if failure.lost:
                 self._broken = self._broken or failure.error
             else:
                 failure.table.spoiled.append(failure.rows)
-        if failures:
-            raise failures[0].error
+            first = first or failure.error
+        if raising and first is not None:
+            raise again(first)
 
 
 class Prefetcher(Generic[Batch]):
@@ -478,35 +524,40 @@ class Prefetcher(Generic[Batch]):
         source = iter(self._loader)
         ahead: deque[_Ahead[Batch]] = deque()
         exhausted = False
-        while True:
-            while not exhausted and len(ahead) <= engine.depth:
-                seen = self._see(source)
-                if seen is None:
-                    exhausted = True
-                    break
-                ahead.append(seen)
-                exhausted = seen.error is not None
-            self._bring(ahead)
-            if not ahead:
-                return
-            now = ahead.popleft()
-            if now.error is not None:
-                raise now.error
-            batch, tables, rows = now.batch, [table for table, _, _ in now.rows], now.held
-            del now
-            assert rows is not None  # there was room for the first, or an error
-            for table in tables:
-                table.wait()
-            for table, held in zip(tables, rows, strict=True):
-                table.begin(held)
-            engine.step += 1
-            try:
-                yield batch  # type: ignore[misc]
-            finally:
+        try:
+            while True:
+                while not exhausted and len(ahead) <= engine.depth:
+                    seen = self._see(source)
+                    if seen is None:
+                        exhausted = True
+                        break
+                    ahead.append(seen)
+                    exhausted = seen.error is not None
+                    del seen
+                self._bring(ahead)
+                if not ahead:
+                    return
+                now = ahead.popleft()
+                if now.error is not None:
+                    raise now.error
+                batch, tables, rows = now.batch, [table for table, _, _ in now.rows], now.held
+                del now
+                assert rows is not None  # there was room for the first, or an error
+                for number, table in enumerate(tables):
+                    table.wait(rows[number])
                 for table, held in zip(tables, rows, strict=True):
-                    table.end(held)
-                    del held
-                del rows, batch
+                    table.begin(held)
+                engine.step += 1
+                try:
+                    yield batch  # type: ignore[misc]
+                finally:
+                    for table, held in zip(tables, rows, strict=True):
+                        table.end(held)
+                        del held
+                    del rows, batch
+        finally:  # whoever keeps the traceback of an error must not keep the slots
+            ahead.clear()
+            rows = None
 
     def _see(self, source: Iterator[Batch]) -> _Ahead[Batch] | None:
         """The next batch and its rows; None: there are no more."""

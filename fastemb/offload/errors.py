@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Literal
 
 Direction = Literal["to device", "to host", "in host memory", "in file"]
@@ -24,8 +25,28 @@ class IntegrityError(RuntimeError):
         self.rows = rows
         self.step = step
         self.direction: Direction = direction
+        self._what = what
         shown = ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
         super().__init__(
             f"table {table!r}, {'rows' if len(rows) > 1 else 'row'} {shown} "
             f"({len(rows)} in all), step {step}, {direction}: {what}"
         )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.table, self.rows, self.step, self.direction, self._what)
+
+
+def again(error: BaseException) -> BaseException:
+    """The error of a job to raise elsewhere: the same, where that is possible.
+
+    The event of a job keeps its error. One that was raised in the training loop refers to the
+    frames it came through, and so to their batches, whose rows could then not leave the cache.
+    """
+    try:
+        copied = copy.copy(error)
+    except Exception:  # whose arguments are not what it was made of
+        return error
+    if type(copied) is not type(error) or str(copied) != str(error):
+        return error
+    copied.__cause__ = error
+    return copied

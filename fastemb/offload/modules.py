@@ -37,7 +37,7 @@ class OffloadedModule(TableModule):
         weight = self._parameter()
         self._table = engine.adopt(weight, name, weight.dtype)
         self.engine = engine
-        self.table = name
+        self.table = self._table.name  # of modules that share a weight the first gives the name
         self.sparse = "fused"
 
     def _look_up(self, op: str, input: Tensor) -> Lookup:
@@ -102,9 +102,14 @@ class OffloadedModule(TableModule):
             )
         return self
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *args: Any
+    ) -> None:
+        self._table.open()
         self._table.flush()  # the states of the rows stay what they are
-        super()._load_from_state_dict(*args, **kwargs)
+        # The weight stays the host table, so values are copied into it also with assign=True.
+        metadata = {**local_metadata, "assign_to_params_buffers": False}
+        super()._load_from_state_dict(state_dict, prefix, metadata, *args)
         self._table.replaced()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

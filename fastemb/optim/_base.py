@@ -214,7 +214,12 @@ class RowOptimizer(StatefulOptimizer):
                     "the whole table or its row numbers in every step",
                     value,
                 )
-        table.bind(self, self._row_states(param, group, state))
+        wanted = self._row_states(param, group, state)
+        table.bind(self, wanted)
+        if any(row_state.name in state for row_state in wanted):
+            table.take_states(state)
+        if "step" in state:
+            state["step"] = state["step"].to(table.device)
 
     def _check_queue(self, param: Tensor, queue: RowQueue) -> None:
         op = type(self).__name__

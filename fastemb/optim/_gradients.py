@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastemb import _row_ops  # noqa: F401  (defines the row operators)
+from fastemb._offloaded import TABLES
 from fastemb._reference import accumulation_dtype
 from fastemb._row_queue import QueuedRows, add_rows_, on_host
 
@@ -77,6 +78,24 @@ def row_gradient(grad: Tensor | QueuedRows, multiplier: Tensor | None = None) ->
     rows, num_rows, sums = _sum_rows(grad.shape[0], indices, values, multiplier, capacity)
     used = None if capacity is None else num_rows
     return RowGradient(rows[: sums.shape[0]], used, sums, True)
+
+
+def row_order(param: Tensor, rows: Tensor, used_rows: Tensor | None) -> Tensor | None:
+    """Positions of ``rows`` of a queued gradient, in the order of the rows of ``param``.
+
+    None: they are in it. Those of an offloaded table are slots, and a sum over all of them must not
+    depend on which row is in which slot.
+
+    Args:
+        used_rows: how many of them count, None: all. The others come last.
+    """
+    table = TABLES.get(id(param))
+    if table is None:
+        return None
+    if used_rows is not None:
+        used = torch.arange(rows.shape[0], device=rows.device) < used_rows
+        rows = torch.where(used, rows, -1)
+    return table.row_order(rows)
 
 
 def dense_gradient(grad: Tensor | QueuedRows, multiplier: Tensor | None = None) -> Tensor:

@@ -168,7 +168,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
         if has_master(param, group):
             states.append(RowState("master", torch.float32, param.shape[1], False, None))
         for name in self._counters(param, group):
-            steps = float(state["step"]) if "step" in state else 0.0
+            new = "step" in state and name not in state  # else the device is not to be waited for
+            steps = float(state["step"]) if new else 0.0
             states.append(RowState(name, torch.int32, 1, True, steps))
         return states
 
@@ -250,7 +251,12 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: a state of another shape than its parameter needs, or other groups.
+            IntegrityError: records of an offloaded table are wrong; nothing is changed then.
         """
+        for param in chain.from_iterable(group["params"] for group in self.param_groups):
+            table = _offloaded.TABLES.get(id(param))
+            if table is not None:
+                table.flush()
         # After the hooks of the user; __setstate__ comes before those that run after loading.
         handle = self.register_load_state_dict_pre_hook(lambda _, loaded: self._hide(loaded))
         try:
@@ -345,7 +351,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 view.copy_(value)
             elif name == "master":
                 view.copy_(param.detach())
-        table.replaced()
+        table.replaced(result.get("step"))
         return {**result, **views}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastemb._row_queue import QueuedRows, RowQueue, check_alone, on_host, summed, waiting
 from fastemb.optim._dense import flat, is_dense
-from fastemb.optim._gradients import check_sparse, row_gradient
+from fastemb.optim._gradients import check_sparse, row_gradient, row_order
 
 __all__ = ["clip_grad_norm_"]
 
@@ -65,7 +65,9 @@ def clip_grad_norm_(
         return torch.tensor(0.0)
 
     parts = [None if queue is None else summed(queue.merged()) for _, queue in found]
-    values = [_summed(part or _grad(param)) for (param, _), part in zip(found, parts, strict=True)]
+    values = [
+        _summed(param, part or _grad(param)) for (param, _), part in zip(found, parts, strict=True)
+    ]
     device = values[0].device
     # The largest of no values is an error in torch; here empty gradients just do not count.
     norms = _norms([v for v in values if v.numel() > 0], norm_type, foreach)
@@ -108,15 +110,17 @@ def _grad(param: Tensor) -> Tensor:
     return param.grad
 
 
-def _summed(grad: Tensor | QueuedRows) -> Tensor:
+def _summed(param: Tensor, grad: Tensor | QueuedRows) -> Tensor:
     """A dense gradient, or the values of one of rows after repeated ones were added up."""
     if isinstance(grad, Tensor) and grad.layout == torch.strided:
         return grad
     rows = row_gradient(grad)
-    if rows.used_rows is None:
-        return rows.values
-    used = torch.arange(rows.values.shape[0], device=rows.values.device) < rows.used_rows
-    return torch.where(used.unsqueeze(1), rows.values, 0.0)
+    values = rows.values
+    if rows.used_rows is not None:
+        used = torch.arange(values.shape[0], device=values.device) < rows.used_rows
+        values = torch.where(used.unsqueeze(1), values, 0.0)
+    order = row_order(param, rows.rows[: values.shape[0]], rows.used_rows)
+    return values if order is None else values[order]
 
 
 def _norms(tensors: list[Tensor], norm_type: float, foreach: bool | None) -> list[Tensor]:
