@@ -358,8 +358,8 @@ struct ScaleUpdate {
   int64_t groups;
 };
 
-// Rows that consist of several pieces of memory: one table of records, or arrays with a row per slot. Piece p of row r is
-// bytes[p] bytes at data[p] + r * strides[p].
+// Rows that consist of several pieces of memory: one table of records, or arrays with a row per slot. Piece p of row r
+// is bytes[p] bytes at data[p] + r * strides[p].
 inline constexpr int kMaxPieces = 12;
 struct RowPieces {
   int32_t count;

@@ -48,11 +48,13 @@ class OffloadedTable(Protocol):
     """One table.
 
     Attributes:
+        name: of the table.
         device: of the cache, where the kernels run.
         leaf: [slots, dim], the weights in the cache; what lookups read.
         cache: all that is in the cache, [slots, width] each, by name.
     """
 
+    name: str
     device: torch.device
 
     @property

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+from draws import TIMES
 from optim_cases import bits
 from torch import Tensor, nn
 
@@ -19,7 +21,7 @@ from fastemb import offload
 from fastemb.offload._lanes import Lane
 
 # No test waits longer for anything; what hangs fails.
-timed = pytest.mark.timeout(60)
+timed = pytest.mark.timeout(120 * TIMES)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -38,6 +40,15 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Adagrad": ("Adagrad", {"lr_decay": 0.1, "initial_accumulator_value": 0.5}),
     "RowWiseAdagrad": ("RowWiseAdagrad", {"initial_accumulator_value": 0.25}),
 }
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny operators: on a busy machine threads would mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)
@@ -284,6 +295,53 @@ def assert_same_training(case: Case, *, prefetch: bool = True, **options: Any) -
 
 def raises(kind: type[BaseException], *parts: str) -> AbstractContextManager[Any]:
     """`pytest.raises` for a message that has all these parts in it, in this order."""
-    import re
 
     return pytest.raises(kind, match=".*".join(re.escape(part) for part in parts))
+
+
+# ---- loops ----
+
+CASE = Case((TableCase(rows=60), TableCase(rows=40, bag=False)), steps=8)
+
+
+def offloaded(
+    case: Case = CASE, **options: Any
+) -> tuple[offload.OffloadEngine, Net, torch.optim.Optimizer]:
+    engine = new_engine(**{"cache": 36, **options})
+    return engine, *build(case, engine)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Any]) -> None:
+    loss, _ = loss_of(model, batch)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any, stop: int | None = None
+) -> None:
+    """A step per batch; an exception after batch ``stop``."""
+    for number, batch in enumerate(loader):
+        step(model, optimizer, batch)
+        if number == stop:
+            raise ZeroDivisionError
+
+
+def in_memory(case: Case, batches: list[dict[str, Any]]) -> tuple[Any, Any]:
+    """What a training without an engine on these batches ends with."""
+    model, optimizer = build(case, None)
+    for batch in batches:
+        step(model, optimizer, batch)
+    return saved(model, optimizer)
+
+
+def pinned(engine: offload.OffloadEngine) -> int:
+    """Slots whose rows are held."""
+    for table in engine.tables.values():
+        table.settle()
+    return sum(table.slots._num_pinned for table in engine.tables.values())
+
+
+def engine_values(model: Net) -> dict[str, torch.Tensor]:
+    return {name: getattr(model, name).weight.detach().clone() for name in ("t0", "t1")}

@@ -36,7 +36,7 @@ def new_model(engine: OffloadEngine | None) -> tuple[nn.EmbeddingBag, torch.opti
     model = nn.Sequential()
     model.add_module("table", nn.EmbeddingBag(NUM_ROWS, DIM, mode="sum"))
     fastemb.convert(model, sparse="fused", offload=engine)
-    return model.get_submodule("table"), fastemb.optim.Adam(model.parameters(), lr=0.1)
+    return model.get_submodule("table"), fastemb.optim.Adam(model.parameters(), lr=0.1, lazy="rows")
 
 
 def new_engine(directory: Path, **options: Any) -> OffloadEngine:

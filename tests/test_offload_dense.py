@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from offload_dense_cases import OPTIMIZERS, Training, random_delays, slow
 from optim_cases import CLASSES, bits, snapshot
@@ -108,6 +108,7 @@ def test_same_bits(
     clip: str | None,
     seed: int,
 ) -> None:
+    assume(name != "Adam bf16 states" or dtype != torch.float64)  # which the operator refuses
     if scaler == "torch" and dtype == torch.float16:
         clip = None  # torch's scaler unscales no fp16 gradients
     config = HostStates(verify, chunk_bytes, random_delays(seed, 2e-4))
@@ -434,9 +435,9 @@ def test_a_step_raises_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def breaking(self: optim.SGD, *args: Any) -> None:
         calls.append(1)
+        step(self, *args)
         if len(calls) == 2:
             raise MemoryError("no more")
-        step(self, *args)
 
     monkeypatch.setattr(optim.SGD, "_fused_step", breaking)
     weight, bias = model.weight.detach().clone(), model.bias.detach().clone()
@@ -516,13 +517,20 @@ def test_nothing_grows_with_steps() -> None:
 def test_an_abandoned_batch_does_not_pile_up() -> None:
     """Backwards without a step: what has not been sent yet is not any more, and is let go."""
     gate = threading.Event()
-    config = HostStates(lane=lambda name, device: Lane(name, device, delay=lambda _: gate.wait(20)))
+    carried = []
+
+    def lane(name: str, device: torch.device) -> Lane:
+        made = Recorder(name, device, delay=lambda _: gate.wait(20))
+        made.seen = lambda name, source: carried.append((name, source.numel()))
+        return made
+
     model = linear()
-    optimizer = optim.Adam(model.parameters(), offload=config)
+    optimizer = optim.Adam(model.parameters(), offload=HostStates(lane=lane))
     gate.set()
     set_gradients(model, 0)
     optimizer.step()
     gate.clear()
+    carried.clear()
     grads = []
     for _ in range(20):
         optimizer.zero_grad()
@@ -531,6 +539,7 @@ def test_an_abandoned_batch_does_not_pile_up() -> None:
     gate.set()
     optimizer.step()
     assert sum(grad() is not None for grad in grads) <= 1
+    assert sum(carry == ("collect", 30) for carry in carried) <= 2
 
 
 def test_everything_goes_with_the_optimizer() -> None:

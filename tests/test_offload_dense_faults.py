@@ -284,22 +284,37 @@ def test_a_delivery_is_looked_at_when_it_is_over(monkeypatch: pytest.MonkeyPatch
     """On CUDA the host does not wait for it at the end of the step."""
     monkeypatch.setattr(Event, "hold_stream", lambda self: None)
 
-    def steps() -> Run:
-        run = Run(HostStates("all", CHUNK, slow("deliver")))
-        for step in range(2):
-            for param in run.model.parameters():
-                param.grad = torch.full_like(param, step + 1.0)
-            run.optimizer.step()
-        run.optimizer.zero_grad()
+    def gradients(run: Run, step: int) -> None:
+        for param in run.model.parameters():
+            param.grad = torch.full_like(param, step + 1.0)
+
+    def steps(opens_after: float) -> Run:
+        gate = threading.Event()
+
+        def delay(label: str) -> None:
+            if label == "deliver":
+                gate.wait(20)
+
+        run = Run(HostStates("all", CHUNK, lambda *args: Lane(*args, delay=delay)))
+        gradients(run, 0)
         run.optimizer.step()
+        timer = threading.Timer(opens_after, gate.set)
+        timer.start()
+        try:
+            gradients(run, 1)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            run.optimizer.step()
+        finally:
+            timer.cancel()
+            gate.set()
         return run
 
     expected = Run(None)
     for step in range(2):
-        for param in expected.model.parameters():
-            param.grad = torch.full_like(param, step + 1.0)
+        gradients(expected, step)
         expected.optimizer.step()
-    assert steps().bits() == expected.bits()
+    assert steps(0.05).bits() == expected.bits()
     leave_out(monkeypatch, "delivery is over")
     with pytest.raises(IntegrityError):
-        steps()
+        steps(20)

@@ -9,12 +9,12 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from fastemb.offload._lanes import Lane, LaneClosedError, ThrottledLane, computed
+from fastemb.offload._lanes import Event, Lane, LaneClosedError, ThrottledLane, computed
 
 CPU = torch.device("cpu")
 
@@ -190,6 +190,108 @@ def test_throttled_copies_take_their_time() -> None:
         ThrottledLane("test", CPU, bytes_per_second=0)
 
 
+@pytest.mark.parametrize("slow", ["producer", "consumer"])
+def test_after_orders_two_lanes(slow: str) -> None:
+    """A value goes over and its box comes back, whichever lane lags behind."""
+
+    def lag(name: str) -> Callable[[str], None] | None:
+        return (lambda label: time.sleep(0.01)) if name == slow else None
+
+    producer, consumer = (Lane(name, CPU, delay=lag(name)) for name in ("producer", "consumer"))
+    box = torch.zeros(1, dtype=torch.int64)
+    seen: list[int] = []
+    taken = computed(CPU)
+    for number in range(1, 11):
+
+        def put(number: int = number, taken: Event = taken) -> None:
+            producer.after(taken)
+            box.fill_(number)
+
+        given = producer.submit("put", put)
+
+        def take(given: Event = given) -> None:
+            consumer.after(given)
+            seen.append(int(box))
+
+        taken = consumer.submit("take", take)
+    taken.wait()
+    assert seen == list(range(1, 11))
+    for lane in (producer, consumer):
+        lane.close()
+
+
+def test_lanes_run_at_the_same_time(lane: Lane) -> None:
+    """Each of two jobs waits until the other one has begun."""
+    meeting = threading.Barrier(2)
+    other = Lane("other", CPU)
+    events = [each.submit("meet", lambda: (meeting.wait(20), None)[1]) for each in (lane, other)]
+    for event in events:
+        event.wait()
+    other.close()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_no_exception_ends_the_worker(lane: Lane, error: type[BaseException]) -> None:
+    def fail() -> None:
+        raise error
+
+    event = lane.submit("fail", fail)
+    lane.submit("later", lambda: None).wait()
+    with pytest.raises(error):
+        event.wait()
+
+
+def test_a_failing_delay_fails_its_job() -> None:
+    def delay(label: str) -> None:
+        if label == "bad":
+            raise ValueError("injected")
+
+    lane = Lane("test", CPU, delay=delay)
+    seen: list[str] = []
+    bad = lane.submit("bad", lambda: seen.append("bad"))
+    lane.submit("good", lambda: seen.append("good")).wait()
+    with pytest.raises(ValueError, match="injected"):
+        bad.wait()
+    assert seen == ["good"]
+    lane.close()
+
+
+def test_a_failed_job_is_let_go_with_its_event(lane: Lane) -> None:
+    """No later job needs to come: what it holds may be a buffer."""
+    tensor = torch.ones(3)
+    gone = weakref.ref(tensor)
+
+    def fail(tensor: torch.Tensor = tensor) -> None:
+        raise ValueError(str(tensor.shape))
+
+    event = lane.submit("fail", fail)
+    with pytest.raises(ValueError, match=r"torch.Size\(\[3\]\)"):
+        event.wait()
+    del event, fail, tensor  # the event has the error, whose traceback has the frame of the job
+    end = time.monotonic() + 20
+    while gone() is not None and time.monotonic() < end:
+        gc.collect()
+        time.sleep(0.01)
+    assert gone() is None
+
+
+def test_many_threads_submit(lane: Lane) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def submit(thread: int) -> None:
+        for number in range(50):
+            lane.submit("job", lambda number=number: seen.append((thread, number)))
+
+    threads = [threading.Thread(target=submit, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    lane.submit("last", lambda: None).wait()
+    for k in range(4):
+        assert [number for thread, number in seen if thread == k] == list(range(50))
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_gets_an_error() -> None:
     script = """
@@ -230,3 +332,53 @@ lane.submit("print", lambda: print("done", flush=True))
     )
     assert run.stdout == "done\n"
     assert not run.stderr
+
+
+def test_the_interpreter_ends_with_a_job_that_hangs() -> None:
+    script = """
+import threading, torch
+from fastemb.offload import _lanes
+_lanes._JOIN_SECONDS = 0.1
+lane = _lanes.Lane("test", torch.device("cpu"))
+lane.submit("hang", threading.Event().wait)
+print("end", flush=True)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script], check=True, timeout=50, capture_output=True, text=True
+    )
+    assert run.stdout == "end\n"
+    assert not run.stderr
+
+
+@pytest.mark.gpu
+def test_streams_wait_for_each_other() -> None:
+    device = torch.device("cuda")
+    first, second = Lane("first", device), Lane("second", device)
+    host = torch.arange(1 << 22, pin_memory=True)
+    staged, out = torch.zeros_like(host, device=device), torch.zeros_like(host, device=device)
+
+    def put() -> None:
+        torch.cuda._sleep(50_000_000)
+        first.copy(staged, host)
+
+    def take() -> None:
+        second.after(given)
+        out.copy_(staged).add_(1)
+
+    torch.cuda.synchronize()
+    given = first.submit("put", put)
+    second.submit("take", take).hold_stream()
+    assert torch.equal(out.cpu(), host + 1)
+
+    torch.cuda._sleep(50_000_000)
+    out.fill_(7)
+    before = computed(device)
+
+    def read() -> None:
+        first.after(before)
+        first.copy(host, out)
+
+    first.submit("read", read).wait()
+    assert int(host.min()) == int(host.max()) == 7
+    for lane in (first, second):
+        lane.close()

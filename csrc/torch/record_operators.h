@@ -1,7 +1,8 @@
 // The operators of fastemb/_record_ops.py, written once for the CPU and the CUDA library: checked structs from tensors.
 // Backend is that of operators.h, with
 //   row_copy(problem), checksum(problem)   launches
-//   check_rows(rows, num_rows, limit)      raises for rows out of range before anything is written (CUDA: kernels report)
+//   check_rows(rows, num_rows, limit)      raises for rows out of range before anything is written (CUDA: kernels
+//   report)
 // Rules and words are those of fastemb/_record_reference.py.
 #pragma once
 
@@ -76,7 +77,9 @@ struct RecordOperators {
             "to_rows and from_rows must have the same length");
     require(to_rows.has_value() || from_rows.has_value() || problem.to.rows == problem.from.rows, op,
             "without row numbers to and from_ must be as long");
-    problem.num_rows = to_rows.has_value() ? to_rows->numel() : from_rows.has_value() ? from_rows->numel() : to[0].size(0);
+    problem.num_rows = to_rows.has_value()     ? to_rows->numel()
+                       : from_rows.has_value() ? from_rows->numel()
+                                               : to[0].size(0);
     Backend backend(op, to[0], no_table);
     rules.check_rows(backend, problem.to_rows, problem.num_rows, problem.to.rows);
     rules.check_rows(backend, problem.from_rows, problem.num_rows, problem.from.rows);

@@ -94,7 +94,6 @@ class DenseOffload:
         self._hooks: dict[Tensor, RemovableHandle] = {}
         self._lock = Lock()  # hooks come from the threads of the backward
         self._steps = 0
-        self._broken: Exception | None = None  # why the parameters are not those of the last step
         self._addresses: list[int] = []
         weakref.finalize(self, _remove, self._hooks).atexit = False
 
@@ -212,7 +211,6 @@ class DenseOffload:
         """States were loaded: begin anew, with the parameters as they are."""
         with self._lock:
             self._twins.clear()
-            self._broken = None
 
     # ---- gradients ----
 
@@ -310,14 +308,10 @@ class DenseOffload:
             transfer = twin.delivery
             if transfer is None or not (wait or transfer.done()):
                 continue
-            try:
-                twin.link.delivered(transfer)
-                self._check(twin, transfer, "to device", "parameter")
-            except Exception as error:
-                self._broken = self._broken or error
+            # What raises here stays, and will again: the parameter is not that of its step.
+            twin.link.delivered(transfer)
+            self._check(twin, transfer, "to device", "parameter")
             twin.delivery = None
-        if self._broken is not None:
-            raise self._broken
 
     def _check(self, twin: Twin, transfer: Transfer, direction: Direction, what: str) -> None:
         damaged = transfer.damaged()

@@ -419,6 +419,7 @@ class Table:
         self.slots.mark_clean(filled)
         self._fetch(self.slots.row_of[filled], filled)
         self.engine.wait(self.delivered)
+        self.mended += 1
 
     def settle(self) -> None:
         """Take notice of what happened since the last time: released rows, writes, failures."""
@@ -447,6 +448,7 @@ class Table:
         dirty = self.slots.dirty()
         sent = self.host.layout.headers(self.host.records)[rows, 0]
         lost = torch.isin(self.headers[dirty.to(self.device), 0].cpu(), sent)
+        lost &= ~torch.isin(self.slots.row_of[dirty], rows)
         if lost.any():
             self.engine.lose(
                 IntegrityError(
@@ -468,12 +470,21 @@ class Table:
         """Somebody has written the parameter in place: those records are sealed again.
 
         Raises:
-            IntegrityError: one of them has a newer value in the cache; it would win, or be lost.
+            IntegrityError: one of them has a newer value in the cache; it would win, or be lost. Or
+                it has another version than the last one, which no write to the weight explains.
         """
         self.engine.drain()
         written = self.host.verify()
         if written:
             rows = torch.tensor(written)
+            found = self.host.layout.headers(self.host.records)[rows, 1]
+            stale = rows[found != self.host.expected(rows)]
+            if len(stale):
+                raise IntegrityError(
+                    *(self.name, stale.tolist(), self.engine.step, self.host.place),
+                    "the records are older than they should be, or damaged; engine.reset_rows() or "
+                    "engine.load_state_dict() replaces them",
+                )
             slots = self.slots.slot_of[rows].long()
             dirty = torch.zeros(self.num_slots, dtype=torch.bool)
             dirty[self.slots.dirty()] = True

@@ -214,6 +214,12 @@ class RowOptimizer(StatefulOptimizer):
                     "the whole table or its row numbers in every step",
                     value,
                 )
+        if param.grad is not None:
+            raise RuntimeError(
+                f"{type(self).__name__}: the weight of table {table.name!r} is offloaded and has a "
+                ".grad (of something else than its lookups, say a penalty on it), which cannot be "
+                "applied; call zero_grad()"
+            )
         wanted = self._row_states(param, group, state)
         table.bind(self, wanted)
         if any(row_state.name in state for row_state in wanted):

@@ -1,0 +1,320 @@
+"""Tables of an `OffloadEngine` that are loaded, saved, shared, and written by others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from offload_cases import (  # noqa: F401
+    CASE,
+    Case,
+    Net,
+    TableCase,
+    _one_thread,
+    build,
+    engine_values,
+    ids_of,
+    in_memory,
+    new_engine,
+    offloaded,
+    raises,
+    saved,
+    step,
+    timed,
+    train,
+    trained,
+)
+from optim_cases import bits
+from torch import nn
+
+import fastemb
+from fastemb.offload import IntegrityError, OffloadEngine
+
+pytestmark = timed
+
+
+def test_a_checkpoint_is_loaded_in_the_middle_of_training() -> None:
+    """Into a trained model, whose states stay, from a plain one."""
+    batches = CASE.batches()
+    torch.manual_seed(9)
+    other = Net(CASE).state_dict()
+
+    def run(engine: OffloadEngine | None) -> Any:
+        model, optimizer = build(CASE, engine)
+        loader: Any = batches if engine is None else engine.prefetch(batches, ids=ids_of)
+        for number, batch in enumerate(loader):
+            if number == 4:
+                model.load_state_dict(other)
+            step(model, optimizer, batch)
+        return saved(model, optimizer)
+
+    assert run(new_engine(cache=36)) == run(None)
+
+
+def test_a_low_precision_table_takes_loaded_values_over_its_master() -> None:
+    case = Case((TableCase(rows=60),), torch.bfloat16, steps=8)
+    batches = case.batches()
+    torch.manual_seed(9)
+    other = Net(case).state_dict()
+
+    def run(engine: OffloadEngine | None) -> Any:
+        model, optimizer = build(case, engine)
+        for number, batch in enumerate(batches):
+            if number == 4:
+                model.load_state_dict(other)
+            step(model, optimizer, batch)
+        return saved(model, optimizer)
+
+    assert run(new_engine(cache=36)) == run(None)
+
+
+def test_assign_copies_into_the_host_table() -> None:
+    batches = CASE.batches()
+    _, model, optimizer = offloaded()
+    train(CASE, model, optimizer, batches)
+    plain = Net(CASE)
+    weight = model.t0.weight
+    model.load_state_dict(plain.state_dict(), assign=True)
+    assert model.t0.weight is weight
+    assert torch.equal(model.state_dict()["t0.weight"], plain.t0.weight)
+    train(CASE, model, optimizer, batches)
+
+
+def test_what_is_saved_loads_into_plain_modules(tmp_path: Any) -> None:
+    batches = CASE.batches()
+    engine, model, optimizer = offloaded()
+    train(CASE, model, optimizer, engine.prefetch(batches, ids=ids_of))
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    torch.save(engine.state_dict(), tmp_path / "engine.pt")
+    for name in ("model", "optimizer", "engine"):  # no records in them
+        assert (tmp_path / f"{name}.pt").stat().st_size < 40_000
+
+    plain = Net(CASE)
+    plain.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    assert bits(plain.t0.weight) == bits(model.t0.weight)
+    torch_optimizer = torch.optim.Adam(plain.parameters())
+    torch_optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    tables = torch.load(tmp_path / "engine.pt", weights_only=True)
+    assert bits(tables["t0"]["weight"]) == bits(plain.t0.weight)
+    assert bits(tables["t0"]["exp_avg"]) == bits(torch_optimizer.state[plain.t0.weight]["exp_avg"])
+
+
+def test_states_of_model_and_optimizer_go_to_and_fro() -> None:
+    batches = CASE.batches()
+    plain, plain_optimizer = build(CASE, None)
+    train(CASE, plain, plain_optimizer, batches)
+    checkpoint = plain.state_dict(), plain_optimizer.state_dict()
+    engine, model, optimizer = offloaded(seed=3)
+    train(CASE, model, optimizer, batches[:3])  # something else is in the cache
+    model.load_state_dict(checkpoint[0])
+    optimizer.load_state_dict(checkpoint[1])
+    assert saved(model, optimizer) == saved(plain, plain_optimizer)
+    train(CASE, model, optimizer, engine.prefetch(batches, ids=ids_of))
+    train(CASE, plain, plain_optimizer, batches)
+    assert saved(model, optimizer) == saved(plain, plain_optimizer)
+
+    back, back_optimizer = build(CASE, None, seed=7)
+    back.load_state_dict(model.state_dict())
+    back_optimizer.load_state_dict(optimizer.state_dict())
+    train(CASE, back, back_optimizer, batches)
+    train(CASE, model, optimizer, batches)
+    assert saved(model, optimizer) == saved(back, back_optimizer)
+
+
+def test_the_state_dict_of_an_engine_goes_into_another() -> None:
+    batches = CASE.batches()
+    engine, model, optimizer = offloaded()
+    train(CASE, model, optimizer, engine.prefetch(batches, ids=ids_of))
+    want = engine.state_dict()
+    other, other_model, other_optimizer = offloaded()
+    train(CASE, other_model, other_optimizer, batches[:2])
+    other.load_state_dict(want)
+    for name, fields in other.state_dict().items():
+        assert {f: bits(v) for f, v in fields.items()} == {
+            f: bits(v) for f, v in want[name].items()
+        }
+    # A weight alone begins anew with the states.
+    other.load_state_dict({name: fields["weight"] for name, fields in want.items()})
+    table = other.state_dict()["t0"]
+    assert bits(table["weight"]) == bits(want["t0"]["weight"])
+    assert not table["exp_avg"].any()
+
+
+def test_a_state_dict_that_does_not_fit_changes_nothing() -> None:
+    batches = CASE.batches()
+    engine, model, optimizer = offloaded()
+    train(CASE, model, optimizer, batches)
+    before = saved(model, optimizer)
+    good = engine.state_dict()
+    with raises(KeyError, "'t1'"):
+        engine.load_state_dict({"t0": good["t0"]})
+    with raises(ValueError, "exp_avg of table 't1' must have shape (40, 3)", "(1, 3)"):
+        engine.load_state_dict({**good, "t1": {**good["t1"], "exp_avg": torch.ones(1, 3)}})
+    with raises(ValueError, "table 't0' must have its weight"):
+        engine.load_state_dict({**good, "t0": {}})
+    assert saved(model, optimizer) == before
+
+
+def test_reset_rows() -> None:
+    batches = CASE.batches()
+    engine, model, optimizer = offloaded()
+    train(CASE, model, optimizer, batches)
+    before = engine.state_dict()["t0"]
+    rows = torch.tensor([3, 0, 59])
+    engine.reset_rows("t0", rows, {"weight": torch.full((3, 3), 2.0)})
+    after = engine.state_dict()["t0"]
+    before["weight"][rows] = 2.0
+    before["exp_avg"][rows] = 0
+    before["exp_avg_sq"][rows] = 0
+    assert {f: bits(v) for f, v in after.items()} == {f: bits(v) for f, v in before.items()}
+    assert (model.t0(torch.tensor([[59]])) == 2).all()
+    with raises(KeyError, "t9"):
+        engine.reset_rows("t9", rows, {"weight": torch.zeros(3, 3)})
+    with raises(IndexError, "60"):
+        engine.reset_rows("t0", torch.tensor([60]), {"weight": torch.zeros(1, 3)})
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_a_weight_that_is_written_after_a_flush(prefetch: bool) -> None:
+    batches = CASE.batches()
+
+    def run(engine: OffloadEngine | None) -> Any:
+        model, optimizer = build(CASE, engine)
+        loader: Any = batches
+        if engine is not None and prefetch:
+            loader = engine.prefetch(batches, ids=ids_of)
+        for number, batch in enumerate(loader):
+            if number in (2, 5):
+                if engine is not None:
+                    engine.flush()
+                with torch.no_grad():
+                    model.t0.weight.mul_(0.5)
+                    model.t1.weight[3:7] = 0.25
+            step(model, optimizer, batch)
+        return saved(model, optimizer)
+
+    assert run(new_engine(cache=36)) == run(None)
+
+
+def test_a_weight_that_is_written_before_its_first_use() -> None:
+    def run(engine: OffloadEngine | None) -> Any:
+        model, optimizer = build(CASE, engine)
+        nn.init.constant_(model.t0.weight, 0.5)
+        model.t1.weight.data.fill_(0.25)
+        for batch in CASE.batches():
+            step(model, optimizer, batch)
+        return saved(model, optimizer)
+
+    assert run(new_engine(cache=36)) == run(None)
+
+
+def test_a_weight_that_is_written_without_a_flush() -> None:
+    batches = CASE.batches()
+    engine, model, optimizer = offloaded()
+    step(model, optimizer, batches[0])
+    changed = batches[0]["lookups"]["t0"]["input"].unique().tolist()
+    with torch.no_grad():
+        model.t0.weight.zero_()
+    with raises(IntegrityError, "table 't0'", "in host memory", "engine.flush()") as error:
+        model(batches[0]["lookups"])
+    assert error.value.table == "t0"
+    assert error.value.rows == changed
+    assert error.value.direction == "in host memory"
+    # The way out is to say what the weight is to be.
+    engine.load_state_dict(engine_values(model))
+    train(CASE, model, optimizer, batches)
+
+
+@pytest.mark.parametrize("dirty", [True, False])
+def test_what_goes_past_autograd_is_found_when_the_row_moves(dirty: bool) -> None:
+    """``.data`` has no version that would tell of a write."""
+    case = Case((TableCase(rows=60, bag=False),), steps=1)
+    engine, model, optimizer = offloaded(case, cache=4)
+    first, second = torch.tensor([[1, 2, 3]]), torch.tensor([[11, 12, 13]])
+    if dirty:
+        model.t0(first).sum().backward()
+        optimizer.step()
+    else:
+        with torch.no_grad():
+            model.t0(second)
+    model.t0.weight.data[2] = 5.0
+    with raises(IntegrityError, "table 't0', row 2") as error:
+        with torch.no_grad():
+            model.t0(second if dirty else first)
+        engine.flush()
+    assert error.value.rows == [2]
+    engine.load_state_dict({"t0": model.t0.weight.detach().clone()})
+    assert engine.verify() == {"t0": []}
+
+
+def test_two_engines_for_two_tables() -> None:
+    batches = CASE.batches()
+    torch.manual_seed(0)
+    model = Net(CASE)
+    engines = [new_engine(cache=30), new_engine(cache=30)]
+    fastemb.convert(model, offload=engines[0], skip=["t1"])
+    fastemb.convert(model, offload=engines[1], skip=["t0"])
+    assert [list(engine.tables) for engine in engines] == [["t0"], ["t1"]]
+    optimizer = fastemb.optim.Adam(model.parameters(), lr=0.05, lazy="rows")
+    inner = engines[1].prefetch(batches, ids=lambda batch: ids_of(batch)["t1"])
+    train(CASE, model, optimizer, engines[0].prefetch(inner, ids=lambda b: ids_of(b)["t0"]))
+    assert saved(model, optimizer) == in_memory(CASE, batches)
+
+
+def test_one_table_in_two_modules() -> None:
+    case = Case((TableCase(rows=40), TableCase(rows=40, bag=False)), steps=6)
+    batches = case.batches()
+
+    def run(engine: OffloadEngine | None) -> Any:
+        torch.manual_seed(0)
+        model = Net(case)
+        model.t1.weight = model.t0.weight
+        fastemb.convert(model, sparse="fused", offload=engine)
+        optimizer = fastemb.optim.Adam(model.parameters(), lr=0.05, lazy="rows")
+        loader: Any = batches
+        if engine is not None:
+            assert list(engine.tables) == ["t0"]
+            assert (model.t0.table, model.t1.table) == ("t0", "t0")
+            loader = engine.prefetch(
+                batches, ids=lambda b: [ids.reshape(-1) for ids in ids_of(b).values()]
+            )
+        train(case, model, optimizer, loader)
+        return saved(model, optimizer)
+
+    assert run(new_engine(cache=40)) == run(None)
+    assert run(new_engine(cache=40, depth=0)) == run(None)
+
+
+def test_ids_on_another_device_and_of_another_kind_are_refused() -> None:
+    _, model, _ = offloaded()
+    with raises(TypeError, "embedding_bag: input must be int32 or int64", "float32"):
+        model.t0(torch.zeros(2, 2))
+    with raises(TypeError, "embedding: input must be a tensor", "list"):
+        model.t1([1])
+    with raises(ValueError, "input must be on the engine's device cpu", "meta"):
+        model.t0(torch.zeros(2, 2, dtype=torch.int64, device="meta"))
+    with raises(IndexError, "embedding: index 40 at position 1", "table 't1' with 40 rows"):
+        model.t1(torch.tensor([1, 40]))
+    with raises(IndexError, "-1"):
+        model.t1(torch.tensor([-1]))
+
+
+def test_arguments_are_checked() -> None:
+    for name, value in (
+        ("policy", "mru"), ("verify", "some"), ("depth", -1), ("depth", 1.5),
+        ("staging_bytes", 0), ("cache", 0), ("cache", 0.0), ("cache", 1.5), ("cache", True),
+        ("cache", {"t0": -3}), ("resume", True), ("recover", True),
+    ):  # fmt: skip
+        with raises(ValueError, "OffloadEngine", name):
+            new_engine(**{name: value})
+    engine = new_engine(cache={"t0": 5})
+    with raises(ValueError, "cache must have a size for table 't1'"):
+        build(CASE, engine)
+    assert engine.tables == {}
+
+
+def test_the_engine_is_the_same_after_training_elsewhere() -> None:
+    """`trained` asserts that all records are right at the end."""
+    assert trained(CASE, new_engine(cache=0.5, verify="sample")) == trained(CASE, None)
