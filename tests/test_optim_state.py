@@ -388,3 +388,9 @@ def test_parameters_that_cannot_be_optimized(param: Tensor, message: str) -> Non
     for cls in CLASSES:
         with pytest.raises(ValueError, match=message):
             cls([param.requires_grad_()])
+
+
+def test_moments_of_float64_parameters_are_not_bf16() -> None:
+    p = torch.nn.Parameter(torch.zeros(3, 2, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"params\[0\] must not be float64 with state_dtype"):
+        optim.Adam([p], state_dtype=torch.bfloat16)

@@ -97,6 +97,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
                         f"params[{index}] must be float16, bfloat16, float32 or float64",
                         param.dtype,
                     )
+                if param.dtype == torch.float64 and group.get("state_dtype") == torch.bfloat16:
+                    raise self._error(
+                        f"params[{index}] must not be float64 with state_dtype=torch.bfloat16",
+                        param.dtype,
+                    )
         except BaseException:
             self.param_groups.pop()
             raise
