@@ -1,7 +1,8 @@
 """Builds, tests and measures fastemb on a machine with a CUDA GPU, in less than six minutes.
 
-    python bench/gpu_check.py                  build, pytest -m gpu, compute-sanitizer, benchmark
-    python bench/gpu_check.py --only bench     one step (build, report, tests, sanitizer, bench)
+    python bench/gpu_check.py                build, pytest -m gpu, compute-sanitizer, benchmarks
+    python bench/gpu_check.py --only bench   one step (build, report, tests, sanitizer, offload,
+                                             bench)
 
 Needs torch >= 2.11 built for CUDA, nvcc, pytest and hypothesis in the Python that runs it. Tables
 go to ``bench/results/`` as Markdown and CSV, named after the GPU. Exits with 1 when a step fails;
@@ -9,6 +10,8 @@ the steps after it still run.
 
 The benchmark interleaves the contestants (fastemb, `torch.nn.EmbeddingBag`, FBGEMM where it is
 installed), empties the L2 cache before each run and times with CUDA events; figures are medians.
+``offload`` is one case of ``bench/offload.py``.
+
 Bytes are what must move. Forward: every looked-up row, index and offset once, the output once.
 Backward: the output gradient and each index once, the gradient of each distinct row (of each row of
 the table when dense); the sort that groups the indices is not counted. "copy" is a device-to-device
@@ -18,6 +21,7 @@ copy measured in the same process.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import importlib.util
 import os
@@ -250,18 +254,23 @@ COLUMNS = (
 )
 
 
+def results_file(folder: Path, kind: str) -> Path:
+    """``<kind>-<gpu>.md``"""
+    name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{kind}-{name}.md"
+
+
 def write_tables(results: list[dict[str, Any]], folder: Path) -> Path:
     """``<gpu>.md`` and ``<gpu>.csv``; ratios are the peer's time over fastemb's."""
     gpu = torch.cuda.get_device_name()
-    stem = "gpu-" + re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
-    folder.mkdir(parents=True, exist_ok=True)
     versions = f"{gpu}, CUDA {torch.version.cuda}, {harness.versions()}"
     text = [f"# EmbeddingBag on {gpu}", "", f"{versions}. {harness.machine()}.", ""]
     text += ["Ratios: the peer's time over fastemb's. of_copy: fraction of the measured copy", ""]
     text += [harness.markdown(COLUMNS, [[str(r.get(c, "")) for c in COLUMNS] for r in results])]
-    target = folder / f"{stem}.md"
+    target = results_file(folder, "gpu")
     target.write_text("\n".join(text) + "\n")
-    with (folder / f"{stem}.csv").open("w", newline="") as file:
+    with target.with_suffix(".csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, ["machine", *COLUMNS], restval="")
         writer.writeheader()
         writer.writerows({"machine": versions} | row for row in results)
@@ -273,6 +282,7 @@ def write_tables(results: list[dict[str, Any]], folder: Path) -> Path:
 
 def small_case() -> None:
     """Every operator once on small input, long segments and wrong ids included."""
+    import fastemb
     from fastemb import _native
 
     cuda, cpu = _native.backend("cuda"), _native.backend("cpu")
@@ -308,6 +318,39 @@ def small_case() -> None:
     wrong = torch.tensor([[0, -1], [40, 2**40]]).to("cuda")
     cuda.embedding_bag(there[0], wrong, None, *options)
     torch.cuda.synchronize()
+    with contextlib.suppress(IndexError):  # of the wrong ids
+        fastemb.check_errors()
+    small_offload()
+
+
+def small_offload() -> None:
+    """A training whose rows come and go in every step, and an id that is out of range."""
+    import fastemb
+
+    weights = []
+    for cache in (None, 24):
+        options = {"device": "cuda", "cache": cache, "staging_bytes": 512}
+        engine = None if cache is None else fastemb.offload.OffloadEngine(**options)
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.EmbeddingBag(60, 10, mode="sum"))
+        fastemb.convert(model, sparse="fused", offload=engine)
+        model.to("cuda")
+        optimizer = fastemb.optim.SparseAdam(model.parameters(), lr=0.1)
+        batches = [torch.randint(0, 60, (4, 3)) for _ in range(4)]
+        for ids in batches if engine is None else engine.prefetch(batches, lambda ids: ids):
+            model(ids.to("cuda")).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(model.state_dict()["0.weight"].cpu())
+        if engine is not None:
+            for ids in engine.prefetch(batches[:1], lambda ids: ids):
+                model(torch.full_like(ids, 10**6).to("cuda"))
+            torch.cuda.synchronize()
+            with contextlib.suppress(IndexError):  # of the wrong id
+                fastemb.check_errors()
+            engine.close()
+    if not torch.equal(*weights):
+        raise AssertionError("training differs with an OffloadEngine")
 
 
 # ---- steps --------------------------------------------------------------------------------------
@@ -363,6 +406,12 @@ def sanitizer(left: float) -> bool:
     return good
 
 
+def offload(left: float) -> bool:
+    script = Path(__file__).resolve().with_name("offload.py")
+    command = [sys.executable, str(script), "--device", "cuda", "--quick"]
+    return run([*command, "--out", str(results_file(RESULTS, "offload"))], min(left, 60))
+
+
 def bench(left: float) -> bool:
     command = [sys.executable, str(Path(__file__).resolve()), "--only", "bench"]
     return run([*command, "--limit", str(max(20, int(left) - 10))], left)
@@ -370,7 +419,7 @@ def bench(left: float) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    steps = ("build", "report", "tests", "sanitizer", "bench")
+    steps = ("build", "report", "tests", "sanitizer", "offload", "bench")
     parser.add_argument("--only", choices=[*steps, "small-case"])
     parser.add_argument("--rows", type=int, default=2_000_000)
     parser.add_argument("--bags", type=int, default=65_536)
@@ -393,7 +442,7 @@ def main() -> int:
         return 0
     start = time.monotonic()
     failed = []
-    for step in (build, report, tests, sanitizer, bench):
+    for step in (build, report, tests, sanitizer, offload, bench):
         if options.only in (None, step.__name__):
             begin = time.monotonic()
             good = step(max(30.0, BUDGET_SECONDS - (begin - start)))

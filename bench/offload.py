@@ -3,6 +3,7 @@
     python bench/offload.py                  everything (about 5 minutes)
     python bench/offload.py --out FILE       also write the tables
     python bench/offload.py --device cuda    with the cache on a GPU
+    python bench/offload.py --quick          one case of ``steps`` and nothing else (half a minute)
 
 The model is an `EmbeddingBag` (sum, fp32, 1 M x 64, Zipf 1.05, bags of 20) under a small MLP, the
 optimizer `fastemb.optim.SparseAdam`: a record has 784 bytes. The cache has room for 10 % of the
@@ -21,7 +22,7 @@ import argparse
 import itertools
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from fastemb.offload._layout import Field, RecordLayout
 
 ROWS, DIM, BAG, CACHE, EXPONENT = 1_000_000, 64, 20, 0.1, 1.05
 WARM, BLOCK, ROUNDS = 60, 10, 9
+STEPS = ((2048, 512), (2048, 64), (512, 512))  # batch and width of the MLP
 
 _ops = torch.ops.fastemb
 
@@ -86,10 +88,12 @@ class Training:
 
 
 def engine(device: torch.device, verify: str = "all", link: float | None = None) -> Any:
+    threads = 1 if device.type == "cpu" else None  # as the engine has it by default
+
     def make_lane(name: str, where: torch.device) -> Lane:
         if link is None:
-            return Lane(name, where)
-        return ThrottledLane(name, where, bytes_per_second=link * 1e9)
+            return Lane(name, where, threads=threads)
+        return ThrottledLane(name, where, threads=threads, bytes_per_second=link * 1e9)
 
     return fastemb.offload.OffloadEngine(
         device=device,
@@ -108,9 +112,9 @@ def blocks(contestants: dict[str, Training]) -> dict[str, list[float]]:
     return {name: [t / BLOCK for t in values] for name, values in times.items()}
 
 
-def steps_table(device: torch.device) -> str:
+def steps_table(device: torch.device, cases: Sequence[tuple[int, int]] = STEPS) -> str:
     lines = []
-    for batch_size, width in ((2048, 512), (2048, 64), (512, 512)):
+    for batch_size, width in cases:
         make = partial(Training, batch_size, width, device)
         contestants = {
             "memory": make(),
@@ -205,16 +209,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--quick", action="store_true", help="one case of steps and nothing else")
     args = parser.parse_args()
     device = torch.device(args.device)
-    text = "\n\n".join(
-        [
-            f"{harness.machine()}; {harness.versions()}",
-            records_table(),
-            steps_table(device),
-            links_table(device),
-        ]
-    )
+    parts = [harness.machine() + "; " + harness.versions()]
+    if device.type == "cuda":
+        parts.append(torch.cuda.get_device_name(device))
+    if args.quick:
+        parts.append(steps_table(device, STEPS[:1]))
+    else:
+        parts += [records_table(), steps_table(device), links_table(device)]
+    text = "\n\n".join(parts)
     print(text)
     if args.out:
         args.out.write_text(text + "\n")

@@ -42,7 +42,7 @@ def bits(value: Any) -> Any:
     """What two states have to share to be the same, -0.0 and NaN included."""
     if not isinstance(value, Tensor):
         return value
-    raw = value.detach().contiguous().reshape(-1).view(torch.uint8)
+    raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return (value.dtype, tuple(value.shape), raw.numpy().tobytes())
 
 

@@ -174,7 +174,9 @@ def test_a_checkpoint_goes_on_with_or_without_an_engine(offloaded_first: bool) -
         train(case, model, optimizer, loader_of(batches[steps], engine))
         return model, optimizer
 
-    engines = [small_engine() if first else None for first in (offloaded_first, not offloaded_first)]
+    engines: list[OffloadEngine | None] = [small_engine(), None]
+    if not offloaded_first:
+        engines.reverse()
     model, optimizer = part(engines[0], None, slice(3))
     states = model.state_dict(), optimizer.state_dict()
     assert saved(*part(engines[1], states, slice(3, None))) == trained(case, None)[1:]
@@ -300,10 +302,8 @@ def test_ids_that_were_not_announced(unknown: int, bag: bool) -> None:
         assert bits(out[1]) == bits(torch.zeros(3))
         assert bits(out[0]) == bits(before[3]) == bits(out[2])
         out.sum().backward()
-        with pytest.raises(IndexError, match="position 1"):
-            fastemb.check_errors()
         optimizer.step()
-        fastemb.check_errors()
+        fastemb.check_errors()  # once is enough
         assert batch is announced
     want = before.clone()
     want[3] -= 0.05 * 2
@@ -321,6 +321,33 @@ def test_ids_that_were_not_announced_with_checks_at_once(monkeypatch: pytest.Mon
         model.t0(on_device(ids))
 
 
+def test_wrong_ids_do_no_harm_to_transfers() -> None:
+    """Whose operators may be the next ones on the device, which raise what was found wrong."""
+    case = Case((TableCase(rows=40, bag=False),), F32, steps=10, size=5)
+    engine = small_engine(depth=0)
+    model, optimizer = build(case, engine)
+    batches = case.batches()
+    wrong = torch.tensor([[2**40]]).to(DEVICE)
+    done: list[Any] = []
+
+    def go_on() -> None:
+        for batch in loader_of(batches[len(done) :], engine):
+            done.extend(train(case, model, optimizer, [batch]))
+            if len(done) in (3, 6):
+                with torch.no_grad():
+                    model.t0(wrong)
+                torch.cuda.synchronize()
+
+    for number in (3, 6):
+        with pytest.raises(IndexError, match="position 0"):
+            go_on()
+        assert number <= len(done) < number + 3
+    go_on()
+    assert len(done) == 10
+    assert engine.stats.written_back > 20
+    assert saved(model, optimizer) == trained(case, None)[1:]
+
+
 # ---- damage -------------------------------------------------------------------------------------
 
 
@@ -336,7 +363,7 @@ class Flipping(Lane):
         if self.number:
             super().copy(target, source)
             return
-        damaged = source.cpu()  # in order: this is a job, on the lane's stream
+        damaged = source.to(CPU, copy=True)  # in order: this is a job, on the lane's stream
         damaged.view(torch.uint8).view(-1)[self.byte] ^= 4
         target.copy_(damaged)
 
@@ -373,53 +400,135 @@ def test_damage_on_the_way_to_the_device(byte: int, prefetch: bool) -> None:
 
 @pytest.mark.parametrize("prefetch", [True, False])
 def test_damage_on_the_way_to_the_host(prefetch: bool) -> None:
-    """It is not stored, and only a checkpoint goes on."""
+    """It is not stored; until the tables are loaded again nothing goes on."""
     case = Case((TableCase(rows=40),), F32, steps=8, size=5)
-    batches = case.batches()
     engine = small_engine(make_lane=flipping("collect", 6))
     model, optimizer = build(case, engine)
-    host = engine.tables["t0"].host if hasattr(engine.tables["t0"], "host") else None
-    assert host is None
+    checkpoint = {"t0": {"weight": model.state_dict()["t0.weight"]}}
     done: list[Any] = []
-    with pytest.raises(IntegrityError) as caught:
-        for batch in loader_of(batches, engine, prefetch):
+
+    def go_on() -> None:
+        for batch in loader_of(case.batches(), engine, prefetch):
             done.extend(train(case, model, optimizer, [batch]))
+
+    with pytest.raises(IntegrityError) as caught:
+        go_on()
     error = caught.value
     assert (error.table, error.direction) == ("t0", "to host")
-    assert len(done) < len(batches)
+    assert 0 < len(done) < 8
     assert optimizer.state[model.t0.weight]["step"] == len(done)
     host = engine.tables["t0"].host
     versions = host.layout.headers(host.records)[error.rows, 1]
-    assert (versions < host.versions[error.rows]).all()
+    assert (versions == host.versions[error.rows] - 1).all()
     with pytest.raises(IntegrityError, match="to host"):
         model.state_dict()
-    plain, plain_optimizer = build(case, None)
-    engine.load_state_dict({"t0": plain.state_dict()["t0.weight"].cpu()})
-    with torch.no_grad():
-        model.layer.load_state_dict(plain.layer.state_dict())
-    optimizer = optimizer_of(case, model) if False else optimizer
-    del plain_optimizer
-    got = model.state_dict()
-    for name, value in plain.state_dict().items():
-        assert bits(got[name]) == bits(value)
+    engine.load_state_dict(checkpoint)
+    assert bits(model.state_dict()["t0.weight"]) == bits(checkpoint["t0"]["weight"])
+    go_on()
+    assert not any(engine.verify().values())
+
+
+def test_damage_to_a_dense_gradient() -> None:
+    """Found before anything is changed; the same step can be made again."""
+    layer = nn.Linear(40, 1).to(DEVICE)
+    before = [bits(p) for p in layer.parameters()]
+    config = HostStates(chunk_bytes=64, lane=flipping("collect", 3))
+    optimizer = fastemb.optim.Adam(layer.parameters(), offload=config)
+    layer(torch.ones(2, 40, device=DEVICE)).sum().backward()
+    with pytest.raises(IntegrityError) as caught:
+        optimizer.step()
+    assert caught.value.direction == "to host"
+    assert [bits(p) for p in layer.parameters()] == before
+    optimizer.step()
+    assert all(bits(p) != b for p, b in zip(layer.parameters(), before, strict=True))
 
 
 # ---- streams ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def lane() -> Iterator[Lane]:
-    lane = Lane("test", torch.device(DEVICE, torch.cuda.current_device()))
-    yield lane
-    lane.close()
+def lanes() -> Iterator[list[Lane]]:
+    device = torch.device(DEVICE, torch.cuda.current_device())
+    lanes = [Lane(name, device) for name in ("one", "other")]
+    yield lanes
+    for lane in lanes:
+        lane.close()
 
 
-def test_a_lane_has_a_stream_of_its_own(lane: Lane) -> None:
-    other = Lane("other", torch.device(DEVICE, 0))
+def test_a_lane_has_a_stream_of_its_own(lanes: list[Lane]) -> None:
     seen: list[torch.cuda.Stream] = []
-    for x in (lane, other):
-        x.submit("look", lambda: seen.append(torch.cuda.current_stream())).wait()
-    assert [lane.stream, other.stream] == seen
-    here = torch.cuda.current_stream()
-    assert len({stream.cuda_stream for stream in (*seen, here)}) == 3
-    other.close()
+    for lane in lanes:
+        lane.submit("look", lambda: seen.append(torch.cuda.current_stream())).wait()
+    assert seen == [lane.stream for lane in lanes]
+    everywhere = [*seen, torch.cuda.current_stream(), torch.cuda.default_stream()]
+    assert len({stream.cuda_stream for stream in everywhere}) >= 3
+    assert torch.cuda.default_stream() not in seen
+
+
+class Marks:
+    """A value on the device that is written late."""
+
+    def __init__(self) -> None:
+        self.value = torch.zeros(1000).to(DEVICE)
+        self.seen = torch.zeros(1000, pin_memory=True)
+        torch.cuda.synchronize()
+
+    def write(self, mark: float) -> None:
+        torch.cuda._sleep(BUSY_CYCLES)
+        self.value.copy_(torch.full((1000,), mark).pin_memory(), non_blocking=True)
+
+
+def test_what_is_computed_comes_before_what_a_lane_does_after_it(lanes: list[Lane]) -> None:
+    marks, (lane, _) = Marks(), lanes
+    marks.write(3.0)
+    ready = computed(marks.value.device)
+
+    def job() -> None:
+        lane.after(ready)
+        lane.copy(marks.seen, marks.value)
+
+    lane.submit("read", job).wait()
+    assert marks.seen.tolist() == [3.0] * 1000
+    assert ready.done()
+
+
+@pytest.mark.parametrize("how", ["after", "wait"])
+def test_a_lane_comes_after_another(lanes: list[Lane], how: str) -> None:
+    marks, (first, second) = Marks(), lanes
+    written = first.submit("write", lambda: marks.write(4.0))
+
+    def job() -> None:
+        if how == "after":
+            second.after(written)
+        else:
+            written.wait()
+        second.copy(marks.seen, marks.value)
+
+    second.submit("read", job).wait()
+    assert marks.seen.tolist() == [4.0] * 1000
+
+
+@pytest.mark.parametrize("wait", [Event.wait, Event.hold_stream])
+def test_the_loop_comes_after_a_lane(lanes: list[Lane], wait: Callable[[Event], None]) -> None:
+    marks, (lane, _) = Marks(), lanes
+    wait(lane.submit("write", lambda: marks.write(5.0)))
+    marks.seen.copy_(marks.value, non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+    assert marks.seen.tolist() == [5.0] * 1000
+
+
+def test_slots_are_used_before_they_are_filled_anew() -> None:
+    """Lookups that the device has not made yet see the rows that were in their slots then."""
+    case = Case((TableCase(rows=40, bag=False),), F32)
+    engine = new_engine(device=DEVICE, cache=4)
+    model, _ = build(case, engine)
+    weight = model.state_dict()["t0.weight"]
+    rows = torch.arange(40).view(10, 4)
+    found = []
+    with torch.no_grad():
+        for ids in engine.prefetch(list(rows), ids=lambda ids: ids):
+            there = ids.to(DEVICE)
+            torch.cuda._sleep(BUSY_CYCLES)
+            found.append(model.t0(there))
+    assert engine.stats.misses == 40
+    assert bits(torch.cat(found)) == bits(weight)

@@ -59,6 +59,10 @@ FE_FUNCTION uint64_t sum_payload(const RowPieces& pieces, int64_t row) {
   return total;
 }
 
+FE_FUNCTION char* header(const Checksum& p, int64_t row) {
+  return static_cast<char*>(p.headers) + row * p.header_stride;
+}
+
 struct Findings {
   std::atomic<int64_t> bad{0};
   std::atomic<int64_t> first{INT64_MAX};
@@ -78,18 +82,21 @@ void checksum(const Checksum& p, const Parallel& parallel) {
   const auto run = [&](int64_t begin, int64_t end) {
     int64_t bad = 0, first_bad = INT64_MAX;
     for (int64_t k = begin; k < end; ++k) {
-      if (k + kRowsAhead < end) prefetch_row(p.pieces, p.at, k + kRowsAhead);
+      if (p.at != nullptr && k + kRowsAhead < end) {
+        prefetch_row(p.pieces, p.at, k + kRowsAhead);
+        if (p.headers != nullptr) __builtin_prefetch(header(p, p.at[k + kRowsAhead]), 1);
+      }
       const int64_t row = number(p.at, k);
-      char* place = static_cast<char*>(p.headers) + row * p.header_stride;
+      char* place = header(p, row);
       RecordHeader there{};
       if (p.mode == ChecksumMode::check) memcpy(&there, place, sizeof(there));
       const int64_t version = p.versions == nullptr ? there.version : p.versions[k];
-      const RecordHeader header{mix(record_key(p.seed, p.rows[k], version) + sum_payload(p.pieces, row)), version};
+      const RecordHeader right{mix(record_key(p.seed, p.rows[k], version) + sum_payload(p.pieces, row)), version};
       switch (p.mode) {
-        case ChecksumMode::compute: p.output[k] = header.checksum; break;
-        case ChecksumMode::seal: memcpy(place, &header, sizeof(header)); break;
+        case ChecksumMode::compute: p.output[k] = right.checksum; break;
+        case ChecksumMode::seal: memcpy(place, &right, sizeof(right)); break;
         case ChecksumMode::check:
-          if (there.checksum != header.checksum || there.version != version) {
+          if (there.checksum != right.checksum || there.version != version) {
             first_bad = bad == 0 ? k : first_bad;
             ++bad;
           }

@@ -15,11 +15,12 @@ FE_FUNCTION char* piece(const RowPieces& pieces, int32_t i, int64_t row) {
 }
 
 // Rows that follow one another are left to the hardware.
+template <bool kToWrite = false>
 FE_FUNCTION void prefetch_row(const RowPieces& pieces, const int64_t* rows, int64_t k) {
   if (rows == nullptr) return;
   for (int32_t i = 0; i < pieces.count; ++i) {
     const char* begin = piece(pieces, i, rows[k]);
-    for (int64_t b = 0; b < pieces.bytes[i]; b += 64) __builtin_prefetch(begin + b);
+    for (int64_t b = 0; b < pieces.bytes[i]; b += 64) __builtin_prefetch(begin + b, kToWrite);
   }
 }
 

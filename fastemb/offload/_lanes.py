@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
 
@@ -112,6 +113,7 @@ class Lane:
     Args:
         name: for messages.
         device: a CUDA device: jobs run with a stream of their own.
+        threads: that torch's operators on the CPU use in a job; None: as many as elsewhere.
         delay: called with the label of each job before it, on the worker; tests sleep in it.
 
     Attributes:
@@ -119,9 +121,15 @@ class Lane:
     """
 
     def __init__(
-        self, name: str, device: torch.device, *, delay: Callable[[str], None] | None = None
+        self,
+        name: str,
+        device: torch.device,
+        *,
+        threads: int | None = None,
+        delay: Callable[[str], None] | None = None,
     ) -> None:
         self.name = name
+        self._threads = threads
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._delay = delay
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
@@ -203,6 +211,13 @@ class Lane:
             daemon=True,
         )
         self._worker.start()
+        if self._threads is not None:
+            # A thread has a number of its own, but also sets what threads yet to come begin with.
+            elsewhere = torch.get_num_threads()
+            limited = Event("threads", self._worker)
+            self._jobs.put(("threads", partial(_limit_threads, self._threads), limited))
+            limited.wait()
+            torch.set_num_threads(elsewhere)
         self._stop = weakref.finalize(self, _stop, self._jobs, self._worker, self._abandoned)
 
 
@@ -219,9 +234,10 @@ class ThrottledLane(Lane):
         device: torch.device,
         *,
         bytes_per_second: float,
+        threads: int | None = None,
         delay: Callable[[str], None] | None = None,
     ) -> None:
-        super().__init__(name, device, delay=delay)
+        super().__init__(name, device, threads=threads, delay=delay)
         if not bytes_per_second > 0:
             raise ValueError(f"bytes_per_second must be > 0, got {bytes_per_second!r}")
         self._bytes_per_second = bytes_per_second
@@ -275,6 +291,11 @@ def _work(
             event._end(error)
             # Nothing of a job may live until the next one comes.
             del item, label, job, event, error
+
+
+def _limit_threads(number: int) -> None:
+    torch.get_num_threads()  # the first call on a thread sets the number that is set elsewhere
+    torch.set_num_threads(number)
 
 
 def _stop(

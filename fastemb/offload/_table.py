@@ -235,6 +235,7 @@ class Table:
         self.slots = SlotMap(self.name, rows, self.num_slots, self._policy)
         self.headers = torch.zeros(self.num_slots, 2, dtype=torch.int64, device=self.device)
         self._slot_of_current = torch.full((rows,), -1, dtype=torch.int32, device=self.device)
+        self.engine.transfers.share(self.headers)
         self._make_cache()
         self.leaf = nn.Parameter(self.cache["weight"], self.weight.requires_grad)
         keep_full_gradients(self.leaf)
@@ -249,6 +250,7 @@ class Table:
         }
         for array in self.cache.values():
             advise_huge_pages(array)
+            self.engine.transfers.share(array)
 
     # ---- for optimizers ----
 
@@ -509,17 +511,14 @@ class Table:
     # ---- batches ----
 
     def distinct(self, op: str, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The rows that ids name, ascending, how often, and the positions of the ids in them."""
+        """The rows that ids name, ascending, how often, and the order that sorts the ids."""
         flat = ids.detach().reshape(-1).cpu()
         self.check_ids(op, flat)
         order, rows, segments, num_rows = _ops.group_indices(
             flat.view(-1, 1), None, self.shape[0], -1, False
         )
         number = int(num_rows)
-        counts = segments[: number + 1].diff()
-        positions = torch.empty(len(flat), dtype=torch.int64)
-        positions[order.long()] = torch.arange(number).repeat_interleave(counts)
-        return rows[:number], counts, positions
+        return rows[:number], segments[: number + 1].diff(), order
 
     def check_ids(self, op: str, flat: Tensor) -> None:
         if len(flat) and (int(flat.min()) < 0 or int(flat.max()) >= self.shape[0]):
@@ -583,11 +582,17 @@ class Table:
             self._show(self.current[-1])
 
     def _show(self, held: HeldRows) -> None:
-        slots = held.slots.to(self.device, torch.int32)
-        self._slot_of_current[held.rows.to(self.device)] = slots
+        rows, slots = (self._sent(x) for x in (held.rows, held.slots.int()))
+        self._slot_of_current[rows] = slots
 
     def _hide(self, held: HeldRows) -> None:
-        self._slot_of_current[held.rows.to(self.device)] = -1
+        self._slot_of_current.index_fill_(0, self._sent(held.rows), -1)
+
+    def _sent(self, numbers: Tensor) -> Tensor:
+        """On the device, without waiting for what that is doing."""
+        if self.device.type == "cpu":
+            return numbers
+        return numbers.pin_memory().to(self.device, non_blocking=True)
 
     def lookup(self, op: str, ids: Tensor, padding_idx: int | None) -> Lookup:
         """Slots for the ids of a lookup, whose rows are in the cache afterwards.
@@ -604,7 +609,7 @@ class Table:
             self.leaf.requires_grad_(self.weight.requires_grad)
         found = self._find(op, ids) if self.current else None
         if found is None:
-            rows, counts, positions = self.distinct(op, ids)
+            rows, counts, order = self.distinct(op, ids)
             self.check_room(rows)
             held = self.bring(rows, counts)
             try:
@@ -612,7 +617,9 @@ class Table:
             except BaseException:
                 del held  # whoever keeps the traceback must not keep the slots
                 raise
-            slots = held.slots.int()[positions].view(ids.shape).to(self.device)
+            slots = torch.empty(len(order), dtype=torch.int32)
+            slots[order.long()] = held.slots.int().repeat_interleave(counts)
+            slots = slots.view(ids.shape).to(self.device)
         else:
             slots, held = found
         padding = None

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from threading import Lock
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -100,6 +100,8 @@ class _Staging:
         self.num_bytes = num_bytes
         self._host = [_host_buffer(num_bytes, pin) for _ in range(2)]
         self._device = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        if device.type == "cuda":  # or the zeros could come after what a lane writes
+            torch.cuda.current_stream(device).synchronize()
         self._users: list[Event | None] = [None, None]
         self._turn = 0
 
@@ -136,6 +138,8 @@ class Transfers:
         verify: as given.
         failures: of jobs, oldest first, until somebody takes them away, one by one: workers append
             to it at any time.
+        reported: in the same way, what kernels of others have found wrong with their ids. On CUDA
+            the next operator raises that, which may be one of a lane; it is for the loop to raise.
     """
 
     def __init__(
@@ -148,6 +152,7 @@ class Transfers:
     ) -> None:
         self.device = device
         self.failures: deque[Failure] = deque()
+        self.reported: deque[BaseException] = deque()
         self.verify = verify
         self._pin = pin
         self._in = _Staging(device, staging_bytes, pin)
@@ -171,6 +176,12 @@ class Transfers:
             if getattr(self, name).num_bytes < record_bytes:
                 self.drain()  # the old ones are given back, and streams must have left them
                 setattr(self, name, _Staging(self.device, record_bytes, self._pin))
+
+    def share(self, memory: Tensor) -> None:
+        """Lanes use ``memory`` on the device: once it is freed, nobody gets it before they end."""
+        for lane in self._lanes:
+            if lane.stream is not None:
+                memory.record_stream(lane.stream)
 
     def close(self) -> None:
         for lane in self._lanes:
@@ -232,7 +243,8 @@ class Transfers:
             self._follow(self._deliver, "slots collected", collected)
             self._follow(self._deliver, "slots used", before)
             with self._busy():
-                _ops.row_copy_(
+                self._launch(
+                    _ops.row_copy_,
                     [table.headers, *table.cache.values()],
                     where,
                     [host.layout.headers(arrived), *host.layout.views(arrived).values()],
@@ -264,10 +276,12 @@ class Transfers:
         pieces = list(table.cache.values())
         seed = table.host.seed
         found = torch.tensor([0, len(rows)], device=self.device)
-        _ops.checksum_check_(table.headers, pieces, slots, rows, versions, seed, found)
+        self._launch(
+            _ops.checksum_check_, table.headers, pieces, slots, rows, versions, seed, found
+        )
         self._count(checks=len(rows))
         if int(found[0]):
-            sums = _ops.checksum(pieces, slots, rows, versions, seed)
+            sums = self._launch(_ops.checksum, pieces, slots, rows, versions, seed)
             there = table.headers[slots]
             bad = ((there[:, 0] != sums) | (there[:, 1] != versions)).cpu()
             bad[int(found[1])] = True
@@ -317,10 +331,13 @@ class Transfers:
             with self._busy():
                 where, which, versions = _on(self.device, slots, rows, new)
                 pieces = list(table.cache.values())
-                _ops.checksum_seal_(table.headers, pieces, where, which, versions, host.seed)
+                self._launch(
+                    _ops.checksum_seal_, table.headers, pieces, where, which, versions, host.seed
+                )
                 if host.layout.gaps:
                     leaving.zero_()
-                _ops.row_copy_(
+                self._launch(
+                    _ops.row_copy_,
                     [host.layout.headers(leaving), *host.layout.views(leaving).values()],
                     None,
                     [table.headers, *pieces],
@@ -417,6 +434,20 @@ class Transfers:
                 raise
 
         return guarded
+
+    def _launch(self, operator: Callable[..., Any], *args: Any) -> Any:
+        """An operator on the device, in a job. It can be called again: it has not begun, or has
+        done the same before.
+        """
+        last = ""
+        while True:
+            try:
+                return operator(*args)
+            except (IndexError, ValueError) as error:
+                if self.device.type != "cuda" or str(error) == last:  # its own
+                    raise
+                last = str(error)
+                self.reported.append(error)
 
     def _busy(self) -> _Stopwatch:
         return _Stopwatch(self)

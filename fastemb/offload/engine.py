@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 from urllib.parse import quote
@@ -118,7 +119,7 @@ class OffloadEngine:
         recover: open files that were not flushed before their process ended; see `torn`.
         staging_bytes: size of each of the two buffers for either direction.
         seed: of the checksums.
-        make_lane: name and device -> lane, in place of `Lane`, for simulations.
+        make_lane: name and device -> lane, for simulations.
 
     Raises:
         ValueError: an argument outside the values above.
@@ -144,7 +145,7 @@ class OffloadEngine:
         recover: bool = False,
         staging_bytes: int = 4 << 20,
         seed: int = 0,
-        make_lane: LaneFactory = Lane,
+        make_lane: LaneFactory | None = None,
     ) -> None:
         for name, value, allowed in (
             ("policy", policy, ("lfu", "lru")),
@@ -180,6 +181,9 @@ class OffloadEngine:
         self._broken: BaseException | None = None
         self._closed = False
         pin = self.device.type == "cuda"
+        if make_lane is None:
+            # Where the training itself runs on these processors, one thread is a lane's share.
+            make_lane = partial(Lane, threads=None if pin else 1)
         self.transfers = Transfers(self.device, staging_bytes, verify, make_lane, pin)
         if self._storage is not None:
             self._storage.mkdir(parents=True, exist_ok=True)
@@ -500,6 +504,8 @@ class OffloadEngine:
             first = first or failure.error
         if raising and first is not None:
             raise again(first)
+        if raising and self.transfers.reported:
+            raise again(self.transfers.reported.popleft())
 
 
 class Prefetcher(Generic[Batch]):
