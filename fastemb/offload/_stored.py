@@ -1,0 +1,535 @@
+"""An offloaded table: records on the host, a cache on the device, and how they stay equal."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from fastemb import _offloaded
+from fastemb._memory import advise_huge_pages
+from fastemb._offloaded import RowState
+from fastemb._row_queue import QueuedRows, drop, refuse_waiting
+from fastemb.nn._table import keep_full_gradients
+from fastemb.offload._host import HostTable, fill
+from fastemb.offload._lanes import Event
+from fastemb.offload._layout import Field, RecordLayout
+from fastemb.offload._slots import Policy, SlotMap
+from fastemb.offload.errors import IntegrityError
+
+if TYPE_CHECKING:
+    from fastemb.offload.engine import OffloadEngine
+
+_ops = torch.ops.fastemb
+
+
+class HeldRows:
+    """Rows that stay in their slots as long as this object lives."""
+
+    def __init__(self, table: StoredTable, rows: Tensor, slots: Tensor) -> None:
+        self.table = table
+        self.rows = rows
+        self.slots = slots
+        self.map = table.slots
+        self.delivered: Event | None = None  # when the last of them, and all before it, has come
+        self.mended = table.mended
+
+    @property
+    def weight(self) -> Tensor:
+        """For the backward.
+
+        Raises:
+            RuntimeError: the slots were taken away since.
+        """
+        if self.map is not self.table.slots:
+            raise RuntimeError(
+                f"table {self.table.name!r}: the cache was begun anew after this lookup, so there "
+                "can be no backward through it"
+            )
+        return self.table.weight
+
+    def __del__(self) -> None:
+        # On whatever thread the last reference goes; the planner comes by.
+        self.table.released.append((self.map, self.slots))
+
+
+class StoredTable:
+    """What of a table does not depend on batches.
+
+    See `fastemb._offloaded.OffloadedTable` for what optimizers use.
+
+    Attributes:
+        name: in messages, and of the file.
+        weight: the parameter. Its memory is that of the records once there are any.
+        host, slots, headers, leaf, cache: from the first use on.
+        collected, stored: see `fastemb.offload._transfers.CachedTable`.
+        delivered: the last fetch.
+        spoiled: rows in the cache whose fetch has failed.
+        mended: how often all that is in the cache was fetched again.
+        released: slots whose pins are to be taken away, and the map that has them.
+        hits, misses: distinct rows of batches that were, or were not, in the cache.
+    """
+
+    host: HostTable
+    slots: SlotMap
+    headers: Tensor
+    leaf: nn.Parameter
+    _slot_of_current: Tensor
+
+    def __init__(
+        self,
+        engine: OffloadEngine,
+        name: str,
+        weight: nn.Parameter,
+        num_slots: int,
+        policy: Policy,
+        seed: int,
+    ) -> None:
+        self.name = name
+        self.device = engine.device
+        self.num_slots = num_slots
+        self.cache: dict[str, Tensor] = {}
+        self.collected: Event | None = None
+        self.stored: Event | None = None
+        self.delivered: Event | None = None
+        self.spoiled: list[Tensor] = []
+        self.mended = 0
+        self.released: deque[tuple[SlotMap, Tensor]] = deque()
+        self.hits = 0
+        self.misses = 0
+        self.current: list[HeldRows] = []
+        self._engine = weakref.ref(engine)
+        self._weight = weakref.ref(weight)
+        self._policy: Policy = policy
+        self._seed = seed
+        self._states: tuple[RowState, ...] = ()
+        self._optimizer: weakref.ref[object] | None = None
+        self._step: Tensor | None = None
+        self._version = weight._version
+        self._opened = False
+        self._sealed = False
+        self._closed = False
+        self._given_back = False
+
+    # ---- memory ----
+
+    @property
+    def engine(self) -> OffloadEngine:
+        engine = self._engine()
+        if engine is None:
+            raise RuntimeError(f"table {self.name!r}: its OffloadEngine is gone")
+        return engine
+
+    @property
+    def weight(self) -> nn.Parameter:
+        weight = self._weight()
+        if weight is None:
+            raise RuntimeError(f"table {self.name!r}: its module is gone")
+        return weight
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, dim = self.weight.shape
+        return rows, dim
+
+    def layout(self) -> RecordLayout:
+        weight = Field("weight", self.weight.dtype, self.shape[1])
+        states = (Field(s.name, s.dtype, s.width, s.fill) for s in self._states)
+        return RecordLayout((weight, *states))
+
+    def take(self, host: HostTable, sealed: bool, dtype: torch.dtype) -> None:
+        """Records that are there already, in a file. Nothing else changes before `open`.
+
+        Args:
+            sealed: whether they are whole; else the module still writes its weight.
+
+        Raises:
+            ValueError: they are of another table.
+        """
+        require_weight(host, dtype, self.shape)
+        self.host = host
+        self._sealed = sealed
+        self._states = _row_states(host.layout)
+
+    @torch.no_grad()
+    def open(self) -> None:
+        """Make records and cache, at the first use; before it nothing is known of the optimizer.
+
+        Raises:
+            RuntimeError: the engine was closed.
+        """
+        if self._closed:
+            raise RuntimeError(f"table {self.name!r} is closed, as its OffloadEngine is")
+        if not self._opened:
+            with torch.inference_mode(False):  # whatever mode the first lookup is made in
+                self._open()
+
+    def _open(self) -> None:
+        path = self.engine._path(self.name)
+        if not hasattr(self, "host"):
+            layout = self.layout()
+            self.host = HostTable.create(
+                *(self.name, self.shape[0], layout),
+                seed=self._seed,
+                storage=path,
+                pin=path is None and self.device.type == "cuda",
+            )
+            self.host.fields["weight"].copy_(self.weight.detach())
+            fill(self.host.fields, layout.fields[1:])
+        if not self._sealed:
+            self.host.seal()
+            self.host.flush(self.engine.step)
+        if _signature(self._states) != _signature(_row_states(self.host.layout)):
+            self.host = self.host.rebuilt(self.layout())
+        self._point_weight()
+        self._open_cache()
+
+    @torch.no_grad()
+    def give_back(self) -> None:
+        """Let the parameter have memory of its own again, up to date, on the engine's device.
+
+        And its states in the optimizer, too. Only the first of several calls does anything.
+        """
+        if self._given_back:
+            return
+        self.flush()
+        weight = self.weight
+        weight.data = self._own(weight.detach())
+        optimizer = None if self._optimizer is None else self._optimizer()
+        states = getattr(optimizer, "state", {}).get(weight, {})
+        for name in states.keys() & {state.name for state in self._states}:
+            states[name] = self._own(states[name])
+        self._given_back = True
+        self.engine.forget(self)
+
+    def _own(self, view: Tensor) -> Tensor:
+        values = view.clone(memory_format=torch.contiguous_format).to(self.device)
+        advise_huge_pages(values)
+        return values
+
+    def _point_weight(self) -> None:
+        """Let the parameter be the host table, from which the module reads and saves."""
+        weight = self.weight
+        weight.data = self.host.fields["weight"]
+        self._version = weight._version
+
+    def _open_cache(self) -> None:
+        rows, _ = self.shape
+        self.slots = SlotMap(self.name, rows, self.num_slots, self._policy)
+        self.headers = torch.zeros(self.num_slots, 2, dtype=torch.int64, device=self.device)
+        self._slot_of_current = torch.full((rows,), -1, dtype=torch.int32, device=self.device)
+        self.engine.transfers.share(self.headers)
+        self._make_cache()
+        self.leaf = nn.Parameter(self.cache["weight"], self.weight.requires_grad)
+        keep_full_gradients(self.leaf)
+        self.engine.transfers.make_room(self.host.layout.record_bytes)
+        self._opened = True
+
+    def _make_cache(self) -> None:
+        old = self.cache
+        self.cache = {
+            name: old.get(name, array)
+            for name, array in self.host.layout.slots(self.num_slots, self.device).items()
+        }
+        for array in self.cache.values():
+            advise_huge_pages(array)
+            self.engine.transfers.share(array)
+
+    # ---- for optimizers ----
+
+    def bind(self, optimizer: object, states: Sequence[RowState]) -> None:
+        if self._closed:
+            raise RuntimeError(f"table {self.name!r} is closed, as its OffloadEngine is")
+        owner = None if self._optimizer is None else self._optimizer()
+        wanted = tuple(states)
+        if owner is optimizer and wanted == self._states:
+            return
+        if owner is not None and owner is not optimizer and self._step is not None:
+            raise RuntimeError(
+                f"table {self.name!r} is trained by {type(owner).__name__}, whose states are in "
+                f"its records; it cannot have another optimizer, got {type(optimizer).__name__}"
+            )
+        old = self._states
+        if not self._opened or (_signature(wanted) == _signature(old) and owner is optimizer):
+            self._states = wanted
+        else:
+            self.flush()
+            self._states = wanted
+            if _signature(wanted) != _signature(old):
+                self._rebuild()
+            if owner is not optimizer and self._step is not None:
+                self._begin_states()
+        self._optimizer = weakref.ref(optimizer)
+
+    def _rebuild(self) -> None:
+        self.host = self.host.rebuilt(self.layout())
+        self._point_weight()
+        self._make_cache()
+        self.engine.transfers.make_room(self.host.layout.record_bytes)
+        self._refresh()
+
+    @torch.no_grad()
+    def _begin_states(self) -> None:
+        """Those in the records are of an optimizer that is gone."""
+        self._step = None
+        self.host.optimizer_step = 0.0
+        self.host.layout = self.layout()
+        self.load({"weight": self.host.fields["weight"]})
+
+    @property
+    def steps(self) -> float:
+        """That the states in the records have seen, as far as a file tells."""
+        return self.host.optimizer_step if self._opened else 0.0
+
+    def host_states(self) -> dict[str, Tensor]:
+        self.open()
+        fields = self.host.fields
+        return {s.name: fields[s.name][:, 0] if s.flat else fields[s.name] for s in self._states}
+
+    @torch.no_grad()
+    def take_states(self, given: Mapping[str, object]) -> None:
+        views = self.host_states()
+        new = {
+            name: value
+            for name, value in given.items()
+            if name in views
+            and isinstance(value, Tensor)
+            and value.data_ptr() != views[name].data_ptr()
+        }
+        if new:
+            self.flush()
+            for name, value in new.items():
+                views[name].copy_(value)
+            self.replaced()
+
+    def stepped(self, part: QueuedRows, step: Tensor) -> None:
+        self._step = step
+        for held in part.keeps:
+            assert isinstance(held, HeldRows)
+            self.slots.mark_dirty(held.slots)
+
+    def row_order(self, slots: Tensor) -> Tensor:
+        slots = slots.cpu()
+        rows = torch.where(slots < 0, self.shape[0], self.slots.row_of[slots.clamp(min=0)])
+        return rows.argsort(stable=True).to(self.device)
+
+    # ---- host and cache ----
+
+    def flush(self) -> None:
+        """Bring the records up to date, before somebody reads all of them, or writes some fields.
+
+        Raises:
+            IntegrityError: a record is wrong. It would be saved, or sealed with what is written.
+        """
+        if self._closed:  # which has brought them up to date
+            self.engine.check_lost()
+            return
+        self.write_back()
+        if not self._opened:
+            return
+        if self.engine.transfers.verify != "off":
+            wrong = self.host.verify()
+            if wrong:
+                raise IntegrityError(
+                    *(self.name, wrong, self.engine.step, self.host.place),
+                    "the records are wrong; engine.reset_rows() or engine.load_state_dict() "
+                    "replaces them",
+                )
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Bring the records up to date; the cache stays as it is."""
+        if not self._opened and self._weight() is None:
+            return  # its module is gone, and has never used it
+        self.open()
+        engine = self.engine
+        engine.check()
+        self.settle()
+        dirty = self.slots.dirty()
+        if len(dirty):
+            self.host.mark_dirty()
+            self.slots.mark_clean(dirty)
+            engine.transfers.write_back(self, self.slots.row_of[dirty], dirty, engine.step)
+        engine.drain()
+        if self._step is not None:
+            self.host.optimizer_step = float(self._step)
+        self.host.flush(engine.step)
+
+    @torch.no_grad()
+    def replaced(self, step: Tensor | None = None) -> None:
+        # Nothing is under way: whoever wrote them has flushed before, or drained the lanes, and
+        # only the training loop begins transfers.
+        self.host.seal()
+        self._refresh()
+        self._version = self.weight._version
+        if step is not None:
+            self._step = step
+
+    @torch.no_grad()
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """Write all records; fields that are not among ``values`` begin anew."""
+        self.spoiled = []
+        self.collected = self.stored = self.delivered = None  # over, and maybe failed
+        if self.slots.torn:  # by an interrupt
+            self._forget_cache()
+        self.host.mark_dirty()
+        for name, value in values.items():
+            self.host.fields[name].copy_(value)
+        fill(self.host.fields, (f for f in self.host.layout.fields if f.name not in values))
+        self.replaced()
+
+    def _forget_cache(self) -> None:
+        """Begin with an empty one; what lookups still hold is worth nothing."""
+        drop(self._weight())
+        self.slots = SlotMap(self.name, self.shape[0], self.num_slots, self._policy)
+        self.current = []
+        self._slot_of_current.fill_(-1)
+
+    @torch.no_grad()
+    def reset(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
+        """Write the records of some rows, which may be those that a transfer has found wrong."""
+        self.engine.drain(raising=False)
+        self.delivered = None  # over, and maybe failed
+        self.engine.check()
+        self.host.reset(rows, values)
+        slots = self.slots.slot_of[rows].long()
+        there = slots >= 0
+        self.slots.mark_clean(slots[there])
+        self._fetch(rows[there], slots[there])
+        self.engine.wait(self.delivered)
+
+    def _refresh(self) -> None:
+        """Bring the rows that are in the cache there again."""
+        filled = torch.where(self.slots.row_of >= 0)[0]
+        self.slots.mark_clean(filled)
+        self._fetch(self.slots.row_of[filled], filled)
+        self.engine.wait(self.delivered)
+        self.mended += 1
+
+    def settle(self) -> None:
+        """Take notice of what happened since the last time: released rows, writes, failures."""
+        while self.released:
+            slot_map, slots = self.released.popleft()
+            if slot_map is self.slots:
+                slot_map.release(slots)
+        weight = self._weight()
+        if weight is not None and weight._version != self._version:
+            self._adopt_writes()
+        if self.spoiled:
+            self._mend()
+
+    def _mend(self) -> None:
+        """Fetch again what did not arrive as it was sent.
+
+        A record may have gone to the slot of another row. So all clean slots are filled again;
+        dirty ones have what nobody else has, but the header there tells.
+
+        Raises:
+            IntegrityError: a record came to a dirty slot, or is wrong again.
+        """
+        spoiled, self.spoiled = self.spoiled, []
+        self.delivered = None  # has failed
+        rows = torch.cat(spoiled).unique()
+        dirty = self.slots.dirty()
+        sent = self.host.layout.headers(self.host.records)[rows, 0]
+        lost = torch.isin(self.headers[dirty.to(self.device), 0].cpu(), sent)
+        lost &= ~torch.isin(self.slots.row_of[dirty], rows)
+        if lost.any():
+            self.engine.lose(
+                IntegrityError(
+                    *(self.name, self.slots.row_of[dirty[lost]].tolist(), self.engine.step),
+                    "to device",
+                    "other records were written to the slots of these rows, whose newer values are "
+                    "lost; engine.load_state_dict() goes on from a checkpoint",
+                )
+            )
+        clean = self.slots.row_of >= 0
+        clean[dirty] = False
+        slots = torch.where(clean)[0]
+        self._fetch(self.slots.row_of[slots], slots, self.stored)
+        self.engine.wait(self.delivered)
+        self.mended += 1
+
+    @torch.no_grad()
+    def _adopt_writes(self) -> None:
+        """Somebody has written the parameter in place: those records are sealed again.
+
+        Raises:
+            IntegrityError: one of them has a newer value in the cache; it would win, or be lost. Or
+                it has another version than the last one, which no write to the weight explains.
+        """
+        self.engine.drain()
+        written = self.host.verify()
+        if written:
+            rows = torch.tensor(written)
+            found = self.host.layout.headers(self.host.records)[rows, 1]
+            stale = rows[found != self.host.expected(rows)]
+            if len(stale):
+                raise IntegrityError(
+                    *(self.name, stale.tolist(), self.engine.step, self.host.place),
+                    "the records are older than they should be, or damaged; engine.reset_rows() or "
+                    "engine.load_state_dict() replaces them",
+                )
+            slots = self.slots.slot_of[rows].long()
+            dirty = torch.zeros(self.num_slots, dtype=torch.bool)
+            dirty[self.slots.dirty()] = True
+            lost = rows[(slots >= 0) & dirty[slots.clamp(min=0)]]
+            if len(lost):
+                raise IntegrityError(
+                    self.name, lost.tolist(), self.engine.step, "in host memory",
+                    "the weight was written in place while newer values of these rows were in the "
+                    "cache; call engine.flush() before writing it",
+                )  # fmt: skip
+            self.host.seal(rows)
+            there = slots >= 0
+            self._fetch(rows[there], slots[there])
+            self.engine.wait(self.delivered)
+        self._version = self.weight._version
+
+    def _fetch(self, rows: Tensor, slots: Tensor, stored: Event | None = None) -> None:
+        if len(rows):
+            engine = self.engine
+            self.delivered = engine.transfers.fetch(self, rows, slots, engine.step, stored)
+
+    def refuse_waiting(self, op: str, why: str) -> None:
+        refuse_waiting(op, self._weight(), why)
+
+    def register(self) -> None:
+        self._key = id(self.weight)
+        _offloaded.TABLES[self._key] = self
+        weakref.finalize(self.weight, _offloaded.TABLES.pop, self._key, None)
+
+    def unregister(self) -> None:
+        _offloaded.TABLES.pop(self._key, None)
+
+    def close(self) -> None:
+        self._closed = True
+        if hasattr(self, "host"):
+            self.host.close()
+
+
+def require_weight(host: HostTable, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """Close a file and raise `ValueError` where it has the records of another table."""
+    there = host.layout.fields[0]
+    if (there.name, there.dtype, host.num_rows, there.width) != ("weight", dtype, *shape):
+        host.close()
+        raise ValueError(
+            f"table {host.name!r}: the file has weight {there.dtype} "
+            f"[{host.num_rows}, {there.width}], the module {dtype} {list(shape)}"
+        )
+
+
+def _row_states(layout: RecordLayout) -> tuple[RowState, ...]:
+    """The states in records; what a file does not say of them, `Table.bind` will."""
+    return tuple(
+        RowState(f.name, f.dtype, f.width, f.dtype == torch.int32, f.fill)
+        for f in layout.fields[1:]
+    )
+
+
+def _signature(states: Sequence[RowState]) -> list[tuple[str, torch.dtype, int]]:
+    return [(state.name, state.dtype, state.width) for state in states]
