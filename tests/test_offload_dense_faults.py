@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fastemb import optim
 from fastemb.offload import HostStates, _link
 from fastemb.offload._lanes import Event, Lane
-from fastemb.offload._link import HOST, Link, Transfers
+from fastemb.offload._link import HOST, Link, LinkOptions
 from fastemb.offload.errors import IntegrityError
 
 pytestmark = pytest.mark.timeout(60)
@@ -245,7 +245,7 @@ def test_a_source_is_read_when_it_has_been_computed(monkeypatch: pytest.MonkeyPa
     def send() -> Tensor:
         with monkeypatch.context() as patch:
             device = Slow(patch)
-            link = Link(HOST, Transfers("all", CHUNK, Lane))
+            link = Link(HOST, LinkOptions("all", CHUNK, Lane))
             device.started = True
             source, target = torch.zeros(40), torch.zeros(40)
             transfer = link.to_host(target, lambda: source)
@@ -264,7 +264,7 @@ def test_a_target_is_written_when_it_is_not_read_any_more(monkeypatch: pytest.Mo
     def send() -> Tensor:
         with monkeypatch.context() as patch:
             device = Slow(patch)
-            link = Link(HOST, Transfers("all", CHUNK, Lane))
+            link = Link(HOST, LinkOptions("all", CHUNK, Lane))
             device.started = True
             target = torch.zeros(40)
             transfer = link.to_device(target, torch.ones(40))

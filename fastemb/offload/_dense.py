@@ -15,9 +15,9 @@ from torch.utils.hooks import RemovableHandle
 from fastemb import _row_queue
 from fastemb._offloaded import TABLES, device_of
 from fastemb.offload._lanes import Lane
-from fastemb.offload._link import HOST, VERIFY, Link, Transfer, Transfers, Verify
+from fastemb.offload._link import HOST, Link, LinkOptions, Transfer
 from fastemb.offload._twin import Twin
-from fastemb.offload.errors import Direction, IntegrityError
+from fastemb.offload.errors import VERIFY, Direction, IntegrityError, Verify
 from fastemb.optim._dense import is_dense
 from fastemb.optim._states import ROW_COUNTERS, State
 
@@ -245,7 +245,7 @@ class DenseOffload:
             link = self._links.get(param.device)
             if link is None:
                 config = self.config
-                how = Transfers(config.verify, config.chunk_bytes, config.lane)
+                how = LinkOptions(config.verify, config.chunk_bytes, config.lane)
                 link = self._links[param.device] = Link(param.device, how)
             twin = self._twins[param] = Twin(self._names[param], param, link)
             return twin

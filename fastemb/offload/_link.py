@@ -13,23 +13,20 @@ its own: one that was sent at another time, or belongs elsewhere, is not taken f
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fastemb import _record_ops  # noqa: F401  (defines the checksum operators)
+from fastemb.offload import _mapping
 from fastemb.offload._lanes import Event, Lane, computed
+from fastemb.offload.errors import Verify
 
 _ops = torch.ops.fastemb
-
-Verify = Literal["all", "sample", "off"]
-VERIFY: tuple[Verify, ...] = ("all", "sample", "off")
 
 HOST = torch.device("cpu")
 _BUFFERS = 2
@@ -39,7 +36,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
-class Transfers:
+class LinkOptions:
     """How data is moved.
 
     Attributes:
@@ -134,8 +131,8 @@ class _Staging:
     """Buffers in host memory that take turns."""
 
     def __init__(self, chunk_bytes: int, device: torch.device) -> None:
-        self._buffers = [_host_memory(chunk_bytes, torch.uint8, device) for _ in range(_BUFFERS)]
-        self._headers = [_host_memory(1, torch.int64, device) for _ in range(_BUFFERS)]
+        self._buffers = [_mapping.buffer(chunk_bytes, torch.uint8, device) for _ in range(_BUFFERS)]
+        self._headers = [_mapping.buffer(1, torch.int64, device) for _ in range(_BUFFERS)]
         self._free = [computed(HOST) for _ in range(_BUFFERS)]
         self._turn = 0
 
@@ -156,7 +153,7 @@ class Link:
     All that waits for something else does so by `_after` or `_wait`, by a name.
     """
 
-    def __init__(self, device: torch.device, how: Transfers) -> None:
+    def __init__(self, device: torch.device, how: LinkOptions) -> None:
         self.device = device
         self._how = how
         self._collect = how.lane("collect", device)
@@ -311,35 +308,10 @@ class Link:
         seed = self._seed
         self._seed += chunks
         sent = torch.zeros(chunks, dtype=torch.int64)
-        arrived = _host_memory(chunks, torch.int64, self.device)
+        arrived = _mapping.buffer(chunks, torch.int64, self.device)
         return Transfer(seed, sent, arrived, [self._checks(seed + k) for k in range(chunks)])
 
     def _checks(self, seed: int) -> bool:
         if self._how.verify == "sample":
             return (seed * _GOLDEN) % 2**64 >> (64 - _SAMPLED_BITS) == 0
         return self._how.verify == "all"
-
-
-_warned = False
-
-
-def _host_memory(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory that copies from and to a device can use without the host waiting."""
-    if device.type == "cuda":
-        try:
-            return torch.zeros(elements, dtype=dtype, pin_memory=True)
-        except RuntimeError as error:
-            _warn_of_pageable(error)
-    return torch.zeros(elements, dtype=dtype)
-
-
-def _warn_of_pageable(error: RuntimeError) -> None:
-    global _warned
-    if not _warned:
-        _warned = True
-        warnings.warn(
-            f"fastemb.offload: host memory cannot be pinned ({error}); copies from pageable memory "
-            "are slow and do not overlap with computation",
-            RuntimeWarning,
-            stacklevel=2,
-        )

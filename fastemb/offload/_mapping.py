@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import warnings
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -78,6 +79,26 @@ class Mapping(mmap.mmap):
         # Before the pages go. Not a weakref callback: mmap runs those after it has unmapped.
         with contextlib.suppress(Exception):  # when the process ends CUDA may be gone already
             self.unpin()
+
+
+def buffer(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[elements] zeros on the host, for copies from and to ``device`` that nobody waits for."""
+    if device.type == "cuda":
+        try:
+            return torch.zeros(elements, dtype=dtype, pin_memory=True)
+        except RuntimeError as error:
+            _warn_of_pageable(str(error))
+    return torch.zeros(elements, dtype=dtype)
+
+
+@cache
+def _warn_of_pageable(why: str) -> None:
+    warnings.warn(
+        f"fastemb.offload: buffers cannot be pinned ({why}); copies from pageable memory are slow "
+        "and do not overlap with computation",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def _clear_cuda_error() -> None:

@@ -19,16 +19,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from threading import Lock
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from fastemb.offload import _mapping
 from fastemb.offload._host import HostTable
 from fastemb.offload._lanes import Event, Lane, computed
-from fastemb.offload.errors import Direction, IntegrityError
+from fastemb.offload.errors import Direction, IntegrityError, Verify
 
-Verify = Literal["all", "sample", "off"]
 LaneFactory = Callable[[str, torch.device], Lane]
 
 _SAMPLED = 16  # with verify="sample" one record of so many
@@ -96,9 +96,9 @@ class Failure:
 class _Staging:
     """Two buffers on either side of one direction, and who has used them last."""
 
-    def __init__(self, device: torch.device, num_bytes: int, pin: bool) -> None:
+    def __init__(self, device: torch.device, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self._host = [_host_buffer(num_bytes, pin) for _ in range(2)]
+        self._host = [_mapping.buffer(num_bytes, torch.uint8, device) for _ in range(2)]
         self._device = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
         if device.type == "cuda":  # or the zeros could come after what a lane writes
             torch.cuda.current_stream(device).synchronize()
@@ -120,10 +120,6 @@ class _Staging:
         return self._device[buffer][: records * record_bytes].view(records, record_bytes)
 
 
-def _host_buffer(num_bytes: int, pin: bool) -> Tensor:
-    return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pin)
-
-
 class Transfers:
     """The lanes and staging buffers of an engine.
 
@@ -132,7 +128,6 @@ class Transfers:
         staging_bytes: size of one buffer; one record fits at least.
         verify: which records are verified.
         make_lane: name and device -> lane.
-        pin: whether staging memory on the host is pinned.
 
     Attributes:
         verify: as given.
@@ -148,15 +143,13 @@ class Transfers:
         staging_bytes: int,
         verify: Verify,
         make_lane: LaneFactory,
-        pin: bool,
     ) -> None:
         self.device = device
         self.failures: deque[Failure] = deque()
         self.reported: deque[BaseException] = deque()
         self.verify = verify
-        self._pin = pin
-        self._in = _Staging(device, staging_bytes, pin)
-        self._out = _Staging(device, staging_bytes, pin)
+        self._in = _Staging(device, staging_bytes)
+        self._out = _Staging(device, staging_bytes)
         self._gather = make_lane("gather", torch.device("cpu"))
         self._deliver = make_lane("deliver", device)
         self._collect = make_lane("collect", device)
@@ -175,7 +168,7 @@ class Transfers:
         for name in ("_in", "_out"):
             if getattr(self, name).num_bytes < record_bytes:
                 self.drain()  # the old ones are given back, and streams must have left them
-                setattr(self, name, _Staging(self.device, record_bytes, self._pin))
+                setattr(self, name, _Staging(self.device, record_bytes))
 
     def share(self, memory: Tensor) -> None:
         """Lanes use ``memory`` on the device: once it is freed, nobody gets it before they end."""

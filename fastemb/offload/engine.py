@@ -20,8 +20,8 @@ from fastemb.offload._prefetch import Batch, Ids, Prefetcher
 from fastemb.offload._slots import Policy
 from fastemb.offload._stored import StoredTable, require_weight
 from fastemb.offload._table import Table
-from fastemb.offload._transfers import LaneFactory, Transfers, Verify
-from fastemb.offload.errors import IntegrityError, again
+from fastemb.offload._transfers import LaneFactory, Transfers
+from fastemb.offload.errors import VERIFY, IntegrityError, Verify, again
 
 __all__ = ["OffloadEngine", "OffloadStats"]
 
@@ -131,7 +131,7 @@ class OffloadEngine:
     ) -> None:
         for name, value, allowed in (
             ("policy", policy, ("lfu", "lru")),
-            ("verify", verify, ("all", "sample", "off")),
+            ("verify", verify, VERIFY),
         ):
             if value not in allowed:
                 raise ValueError(f"OffloadEngine: {name} must be one of {allowed}, got {value!r}")
@@ -162,11 +162,10 @@ class OffloadEngine:
         self._waited = 0.0
         self._broken: BaseException | None = None
         self._closed = False
-        pin = self.device.type == "cuda"
         if make_lane is None:
             # Where the training itself runs on these processors, one thread is a lane's share.
-            make_lane = partial(Lane, threads=None if pin else 1)
-        self.transfers = Transfers(self.device, staging_bytes, verify, make_lane, pin)
+            make_lane = partial(Lane, threads=1 if self.device.type == "cpu" else None)
+        self.transfers = Transfers(self.device, staging_bytes, verify, make_lane)
         if self._storage is not None:
             self._storage.mkdir(parents=True, exist_ok=True)
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Literal
 
+# Which of what arrives is compared with its checksum.
+Verify = Literal["all", "sample", "off"]
+VERIFY: tuple[Verify, ...] = ("all", "sample", "off")
+
 Direction = Literal["to device", "to host", "in host memory", "in file"]
 
 
