@@ -7,13 +7,12 @@ child's number when its training has begun, and "dead" when it has gone.
 from __future__ import annotations
 
 import os
-import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
+from killed import serve
 from torch import Tensor, nn
 
 import fastemb
@@ -89,23 +88,7 @@ def train(directory: Path, mode: str, begun: int) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     new_model(None)  # what is imported at the first use
-    for line in sys.stdin:
-        directory, mode = line.split()
-        begun_read, begun = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                train(Path(directory), mode, begun)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(1)
-        os.close(begun)
-        started = os.read(begun_read, 1)
-        os.close(begun_read)
-        print(child if started else -1, flush=True)
-        os.waitpid(child, 0)
-        print("dead", flush=True)
+    serve(train)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,11 @@ Row r in version v holds r + 1000 * v everywhere.
 from __future__ import annotations
 
 import os
-import sys
 import time
-import traceback
 from pathlib import Path
 
 import torch
+from killed import serve
 
 from fastemb.offload._host import HostTable
 from fastemb.offload._layout import Field, RecordLayout
@@ -68,23 +67,7 @@ def train(path: Path, mode: str, begun: int) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    for line in sys.stdin:
-        path, mode = line.split()
-        begun_read, begun = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                train(Path(path), mode, begun)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(1)
-        os.close(begun)
-        started = os.read(begun_read, 1)
-        os.close(begun_read)
-        print(child if started else -1, flush=True)
-        os.waitpid(child, 0)
-        print("dead", flush=True)
+    serve(train)
 
 
 if __name__ == "__main__":
