@@ -66,8 +66,10 @@ class OffloadedTable(Protocol):
     def bind(self, optimizer: object, states: Sequence[RowState]) -> None:
         """Make room for the states in the records; nothing happens where they have it.
 
+        Another optimizer that had its states there is not served any more.
+
         Raises:
-            RuntimeError: another optimizer has its states there.
+            RuntimeError: that optimizer is this one.
         """
 
     def host_states(self) -> dict[str, Tensor]:
@@ -75,6 +77,9 @@ class OffloadedTable(Protocol):
 
     def take_states(self, given: Mapping[str, object]) -> None:
         """Let the records have those of ``given`` that are no views of them: from before."""
+
+    def begin_anew(self) -> None:
+        """Where the states in the records were used, let them be as at first."""
 
     @property
     def steps(self) -> float:

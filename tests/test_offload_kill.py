@@ -102,17 +102,23 @@ def rows_as_of(fields: Fields, right: list[Fields]) -> list[set[int]]:
     return steps
 
 
+def fields_of(engine: OffloadEngine) -> Fields:
+    state = engine.state_dict()["table"]
+    state.pop("step")
+    return state
+
+
 def check_clean(directory: Path, step: int, right: list[Fields], goes_on: int) -> None:
     """It opens with the bits of its step, and the training goes on as if nothing had been."""
     engine = trainee.new_engine(directory, resume=True)
     model, optimizer = trainee.new_model(engine)
     assert engine.torn() == {"table": []}
-    state = engine.state_dict()["table"]
+    state = fields_of(engine)
     assert {n: bits(v) for n, v in state.items()} == {n: bits(v) for n, v in right[step].items()}
     end = min(step + goes_on, trainee.STEPS)
     for ids in engine.prefetch(trainee.batches()[step:end], ids=lambda ids: ids):
         trainee.step(model, optimizer, ids)
-    state = engine.state_dict()["table"]
+    state = fields_of(engine)
     assert {n: bits(v) for n, v in state.items()} == {n: bits(v) for n, v in right[end].items()}
     if end > step:
         assert float(optimizer.state[model.weight]["step"]) == end

@@ -108,7 +108,11 @@ def test_an_error_comes_in_place_of_the_batch_that_it_concerns(place: str, depth
         "loader": (OSError, "no more data"),
         "ids": (LookupError, "no ids"),
         "range": (IndexError, "prefetch: index 40", "'t1' with 40 rows"),
-        "dtype": (TypeError, "prefetch: ids of table 't1' must be int32 or int64", "float32"),
+        "dtype": (
+            TypeError,
+            "prefetch: ids of table 't1' must be an int32 or int64 tensor",
+            "float32",
+        ),
         "name": (ValueError, "prefetch: ids must name tables of the engine (t0, t1)", "'t9'"),
     }[place]
     engine, model, optimizer = offloaded(depth=depth, cache=60)
@@ -243,7 +247,9 @@ def test_a_kept_iterator_is_named_where_its_rows_are_in_the_way() -> None:
     first, *others = [{"t0": torch.arange(begin, begin + 10)} for begin in (0, 10, 20, 30)]
     kept = iter(engine.prefetch([first]))
     next(kept)
-    with raises(CacheTooSmallError, "'t0'", "10 more are held for other batches", "16 slots"):
+    with raises(
+        CacheTooSmallError, "'t0'", "10 more are held for batches", "16 slots", "smaller depth"
+    ):
         list(engine.prefetch(others))
     kept.close()  # type: ignore[attr-defined]
     assert len(list(engine.prefetch(others))) == 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from offload_cases import (  # noqa: F401
     engine_values,
     ids_of,
     in_memory,
+    loss_of,
     new_engine,
     offloaded,
     raises,
@@ -150,9 +153,9 @@ def test_a_state_dict_that_does_not_fit_changes_nothing() -> None:
     good = engine.state_dict()
     with raises(KeyError, "'t1'"):
         engine.load_state_dict({"t0": good["t0"]})
-    with raises(ValueError, "exp_avg of table 't1' must have shape (40, 3)", "(1, 3)"):
+    with raises(ValueError, "table 't1': exp_avg must have shape (40, 3)", "(1, 3)"):
         engine.load_state_dict({**good, "t1": {**good["t1"], "exp_avg": torch.ones(1, 3)}})
-    with raises(ValueError, "table 't0' must have its weight"):
+    with raises(ValueError, "table 't0' must have 'weight'"):
         engine.load_state_dict({**good, "t0": {}})
     assert saved(model, optimizer) == before
 
@@ -318,3 +321,124 @@ def test_arguments_are_checked() -> None:
 def test_the_engine_is_the_same_after_training_elsewhere() -> None:
     """`trained` asserts that all records are right at the end."""
     assert trained(CASE, new_engine(cache=0.5, verify="sample")) == trained(CASE, None)
+
+
+def test_copies_of_an_optimizer_have_the_states_of_now() -> None:
+    for copied in (copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))):
+        _, model, optimizer = offloaded()
+        train(CASE, model, optimizer, CASE.batches())
+        other = copied(optimizer)  # before any flush
+        wanted = optimizer.state_dict()["state"]
+        found = other.state_dict()["state"]
+        for index, state in wanted.items():
+            assert {n: bits(v) for n, v in found[index].items()} == {
+                n: bits(v) for n, v in state.items()
+            }
+        train(CASE, model, optimizer, CASE.batches())  # the records are still those of the first
+
+
+def test_another_weight_is_refused() -> None:
+    engine, model, optimizer = offloaded()
+    train(CASE, model, optimizer, CASE.batches())
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    own = model.t0.weight.data
+    model.t0.weight.data = torch.ones(own.shape)
+    for use in (lambda: model.t0(ids), model.state_dict, engine.flush, optimizer.state_dict):
+        with raises(RuntimeError, "'t0'", "weight.data", "load_state_dict()"):
+            use()
+    model.t0.weight.data = own
+    weight = model.t0.weight
+    model.t0.weight = nn.Parameter(torch.ones(own.shape))
+    for use in (lambda: model.t0(ids), model.state_dict):
+        with raises(RuntimeError, "'t0'", "another parameter"):
+            use()
+    model.t0.weight = weight
+    train(CASE, model, optimizer, CASE.batches())
+
+
+def test_states_that_are_thrown_away_begin_anew() -> None:
+    def run(engine: OffloadEngine | None) -> Any:
+        model, optimizer = build(CASE, engine)
+        train(CASE, model, optimizer, CASE.batches())
+        optimizer.state.clear()
+        train(CASE, model, optimizer, CASE.batches())
+        return saved(model, optimizer)
+
+    assert run(new_engine(cache=36)) == run(None)
+
+
+def test_the_step_of_the_optimizer_is_in_the_state_of_the_engine() -> None:
+    batches = CASE.batches()
+    engine, model, optimizer = offloaded()
+    train(CASE, model, optimizer, batches)
+    kept = engine.state_dict()
+    assert all(float(fields["step"]) == len(batches) for fields in kept.values())
+    train(CASE, model, optimizer, batches)
+    engine.load_state_dict(kept)  # back to where it was
+    again = engine.state_dict()
+    for name, fields in kept.items():
+        assert {n: bits(v) for n, v in again[name].items()} == {
+            n: bits(v) for n, v in fields.items()
+        }
+    assert float(optimizer.state[model.t0.weight]["step"]) == len(batches)
+
+
+def test_a_weight_that_is_written_between_backward_and_step() -> None:
+    def run(engine: OffloadEngine | None) -> Any:
+        model, optimizer = build(CASE, engine)
+        for batch in CASE.batches():
+            optimizer.zero_grad()
+            loss_of(model, batch)[0].backward()
+            if engine is not None:
+                engine.flush()
+            with torch.no_grad():
+                model.t0.weight.clamp_(-0.5, 0.5)
+            optimizer.step()
+        return saved(model, optimizer)
+
+    assert run(new_engine(cache=36)) == run(None)
+
+
+def test_states_without_room_are_refused() -> None:
+    engine, model, optimizer = offloaded()
+    train(CASE, model, optimizer, CASE.batches())
+    kept = engine.state_dict()
+    engine, model = new_engine(cache=36), Net(CASE)
+    fastemb.convert(model, offload=engine)
+    before = {name: bits(fields["weight"]) for name, fields in engine.state_dict().items()}
+    with raises(ValueError, "'exp_avg' is none of its fields (weight)", "optimizer"):
+        engine.load_state_dict(kept)
+    assert {n: bits(f["weight"]) for n, f in engine.state_dict().items()} == before
+    for bad, text in ((None, "NoneType"), ({n: [1.0] for n in kept}, "list")):
+        with raises(TypeError, "load_state_dict", text):
+            engine.load_state_dict(bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "kind", "text"),
+    [
+        ("t9", torch.tensor([0]), KeyError, "no table 't9'"),
+        ("t0", [0], TypeError, "rows must be 1-D int64, got [0]"),
+        ("t0", torch.tensor([0.5]), TypeError, "1-D torch.float32"),
+        ("t0", torch.tensor([1, 1]), ValueError, "distinct"),
+    ],
+)
+def test_rows_to_reset_are_checked(name: str, rows: Any, kind: type[Exception], text: str) -> None:
+    engine, _, _ = offloaded()
+    with raises(kind, text):
+        engine.reset_rows(name, rows, {"weight": torch.zeros(len(rows), 3)})
+
+
+@pytest.mark.parametrize("given", [[1, 2], 3, None, {"t0": None}, {"t0": [None]}])
+def test_ids_that_are_no_tensors(given: Any) -> None:
+    engine, _, _ = offloaded()
+    with pytest.raises(TypeError, match="prefetch: ids"):
+        next(iter(engine.prefetch(CASE.batches(), ids=lambda batch: given)))
+    with raises(TypeError, "ids must be a function", "'emb'"):
+        engine.prefetch(CASE.batches(), ids="emb")  # type: ignore[arg-type]
+
+
+def test_a_file_that_is_not_there_to_resume(tmp_path: Any) -> None:
+    engine = new_engine(cache=36, storage=tmp_path, resume=True)
+    with pytest.warns(RuntimeWarning, match="no .* to resume table 't0' from, which begins anew"):
+        fastemb.convert(Net(CASE), offload=engine)

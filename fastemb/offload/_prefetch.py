@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -115,13 +115,16 @@ class Prefetcher(Generic[Batch]):
                     f"prefetch: ids must name tables of the engine ({', '.join(tables)}), "
                     f"got {name!r}"
                 )
-            parts = [given] if isinstance(given, Tensor) else list(given)
+            parts: list[Any] = list(given) if isinstance(given, (list, tuple)) else [given]
             for part in parts:
                 if not isinstance(part, Tensor) or part.dtype not in (torch.int32, torch.int64):
                     got = part.dtype if isinstance(part, Tensor) else type(part).__name__
                     raise TypeError(
-                        f"prefetch: ids of table {name!r} must be int32 or int64 tensors, got {got}"
+                        f"prefetch: ids of table {name!r} must be an int32 or int64 tensor, or a "
+                        f"list of them, got {got}"
                     )
+            if not parts:
+                continue
             ids = torch.cat([part.detach().reshape(-1).cpu() for part in parts])
             table = tables[name]
             table.open()

@@ -108,6 +108,7 @@ class StoredTable:
         self._seed = seed
         self._states: tuple[RowState, ...] = ()
         self._optimizer: weakref.ref[object] | None = None
+        self._retired: weakref.WeakSet[object] = weakref.WeakSet()  # those before it
         self._step: Tensor | None = None
         self._version = weight._version
         self._opened = False
@@ -244,15 +245,19 @@ class StoredTable:
     def bind(self, optimizer: object, states: Sequence[RowState]) -> None:
         if self._closed:
             raise RuntimeError(f"table {self.name!r} is closed, as its OffloadEngine is")
+        if optimizer in self._retired:
+            raise RuntimeError(
+                f"table {self.name!r}: another optimizer was made for it since, and its states "
+                f"have begun anew; this {type(optimizer).__name__} can no longer train it"
+            )
+        if self._opened:
+            self.settle()  # a step must see what was written since the lookup
         owner = None if self._optimizer is None else self._optimizer()
         wanted = tuple(states)
         if owner is optimizer and wanted == self._states:
             return
         if owner is not None and owner is not optimizer and self._step is not None:
-            raise RuntimeError(
-                f"table {self.name!r} is trained by {type(owner).__name__}, whose states are in "
-                f"its records; it cannot have another optimizer, got {type(optimizer).__name__}"
-            )
+            self._retired.add(owner)
         old = self._states
         if not self._opened or (_signature(wanted) == _signature(old) and owner is optimizer):
             self._states = wanted
@@ -265,6 +270,11 @@ class StoredTable:
                 self._begin_states()
         self._optimizer = weakref.ref(optimizer)
 
+    def begin_anew(self) -> None:
+        if self._step is not None:
+            self.flush()
+            self._begin_states()
+
     def _rebuild(self) -> None:
         self.host = self.host.rebuilt(self.layout())
         self._point_weight()
@@ -274,7 +284,7 @@ class StoredTable:
 
     @torch.no_grad()
     def _begin_states(self) -> None:
-        """Those in the records are of an optimizer that is gone."""
+        """Those in the records are of an optimizer, or a state of it, that is gone."""
         self._step = None
         self.host.optimizer_step = 0.0
         self.host.layout = self.layout()
@@ -284,6 +294,16 @@ class StoredTable:
     def steps(self) -> float:
         """That the states in the records have seen, as far as a file tells."""
         return self.host.optimizer_step if self._opened else 0.0
+
+    @property
+    def optimizer_step(self) -> float:
+        """Of the states in the records, now."""
+        return self.host.optimizer_step if self._step is None else float(self._step)
+
+    def set_optimizer_step(self, step: float) -> None:
+        self.host.optimizer_step = step
+        if self._step is not None:
+            self._step.fill_(step)  # the one in the state of the optimizer
 
     def host_states(self) -> dict[str, Tensor]:
         self.open()
@@ -369,9 +389,41 @@ class StoredTable:
         if step is not None:
             self._step = step
 
+    def loadable(self, given: object) -> dict[str, Tensor]:
+        """What `load` takes, of what was given for this table.
+
+        Raises:
+            TypeError, ValueError: it does not fit.
+        """
+        where = f"load_state_dict: table {self.name!r}"
+        values = {"weight": given} if isinstance(given, Tensor) else given
+        if not isinstance(values, Mapping):
+            raise TypeError(f"{where} must have a tensor or a mapping, got {type(given).__name__}")
+        fields = self.host.fields
+        if "weight" not in values:
+            raise ValueError(f"{where} must have 'weight', got {list(values)}")
+        for name, value in values.items():
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{where}: {name} must be a tensor, got {type(value).__name__}")
+            if name != "step" and name not in fields:
+                raise ValueError(
+                    f"{where}: {name!r} is none of its fields ({', '.join(fields)}); an optimizer "
+                    "that needs it has to be made first"
+                )
+            shape = torch.Size() if name == "step" else fields[name].shape
+            if value.shape != shape:
+                raise ValueError(
+                    f"{where}: {name} must have shape {tuple(shape)}, got {tuple(value.shape)}"
+                )
+        return dict(values)
+
     @torch.no_grad()
     def load(self, values: Mapping[str, Tensor]) -> None:
         """Write all records; fields that are not among ``values`` begin anew."""
+        step = values.get("step")
+        values = {name: value for name, value in values.items() if name != "step"}
+        if step is not None or len(values) == 1:
+            self.set_optimizer_step(0.0 if step is None else float(step))
         self.spoiled = []
         self.collected = self.stored = self.delivered = None  # over, and maybe failed
         if self.slots.torn:  # by an interrupt
@@ -417,8 +469,15 @@ class StoredTable:
             if slot_map is self.slots:
                 slot_map.release(slots)
         weight = self._weight()
-        if weight is not None and weight._version != self._version:
-            self._adopt_writes()
+        if weight is not None:
+            if weight.data_ptr() != self.host.fields["weight"].data_ptr():
+                raise RuntimeError(
+                    f"table {self.name!r}: its weight was given other memory (weight.data = ...), "
+                    "which the engine does not know; write it in place under no_grad() after "
+                    "engine.flush(), or use load_state_dict()"
+                )
+            if weight._version != self._version:
+                self._adopt_writes()
         if self.spoiled:
             self._mend()
 
@@ -482,7 +541,8 @@ class StoredTable:
                 raise IntegrityError(
                     self.name, lost.tolist(), self.engine.step, "in host memory",
                     "the weight was written in place while newer values of these rows were in the "
-                    "cache; call engine.flush() before writing it",
+                    "cache; call engine.flush() before writing it (now engine.load_state_dict() "
+                    "goes on from a checkpoint)",
                 )  # fmt: skip
             self.host.seal(rows)
             there = slots >= 0

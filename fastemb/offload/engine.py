@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -135,8 +136,12 @@ class OffloadEngine:
         ):
             if value not in allowed:
                 raise ValueError(f"OffloadEngine: {name} must be one of {allowed}, got {value!r}")
-        for name, number, least in (("depth", depth, 0), ("staging_bytes", staging_bytes, 1)):
-            if not isinstance(number, int) or number < least:
+        for name, number, least in (
+            ("depth", depth, 0),
+            ("staging_bytes", staging_bytes, 1),
+            ("seed", seed, 0),
+        ):
+            if not isinstance(number, int) or isinstance(number, bool) or number < least:
                 raise ValueError(
                     f"OffloadEngine: {name} must be an int of at least {least}, got {number!r}"
                 )
@@ -144,11 +149,15 @@ class OffloadEngine:
             raise ValueError("OffloadEngine: resume and recover need storage, got storage=None")
         for size in cache.values() if isinstance(cache, Mapping) else (cache,):
             _check_cache_size(size)
+        if make_lane is not None and not callable(make_lane):
+            raise ValueError(f"OffloadEngine: make_lane must be callable, got {make_lane!r}")
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device)
         if self.device == torch.device("cuda"):  # without a number
             self.device = torch.device("cuda", torch.cuda.current_device())
+        if self.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"OffloadEngine: device must be of cpu or cuda, got {self.device}")
         self.depth = depth
         self.step = 0
         self.tables: dict[str, Table] = {}
@@ -247,7 +256,16 @@ class OffloadEngine:
 
     def _existing(self, name: str) -> HostTable | None:
         path = self._path(name)
-        if path is None or not path.exists():
+        if path is None:
+            return None
+        if not path.exists():
+            if self._resume:
+                warnings.warn(
+                    f"OffloadEngine: there is no {path} to resume table {name!r} from, "
+                    "which begins anew",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
             return None
         if not self._resume:
             raise FileExistsError(
@@ -300,6 +318,8 @@ class OffloadEngine:
             When iterated: `CacheTooSmallError`, `IntegrityError`, IndexError, TypeError,
             ValueError, and what the loader raises, in place of the batch that it concerns.
         """
+        if ids is not None and not callable(ids):
+            raise TypeError(f"prefetch: ids must be a function of a batch, got {ids!r}")
         return Prefetcher(self, loader, ids)
 
     def flush(self) -> None:
@@ -318,19 +338,23 @@ class OffloadEngine:
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Name of each table -> "weight" and the states of its rows, as copies, after `flush`.
 
+        With states there is also "step" [] of the optimizer.
+
         Raises:
             IntegrityError: a record on the host is wrong.
         """
         self.check()
         for table in self.tables.values():
             table.flush()
-        return {
-            name: {
+        result = {}
+        for name, table in self.tables.items():
+            result[name] = {
                 field: view.clone(memory_format=torch.contiguous_format)
                 for field, view in table.host.fields.items()
             }
-            for name, table in self.tables.items()
-        }
+            if len(table.host.fields) > 1:
+                result[name]["step"] = torch.tensor(table.optimizer_step)
+        return result
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Mapping[str, Tensor] | Tensor]) -> None:
@@ -338,29 +362,24 @@ class OffloadEngine:
 
         Args:
             state_dict: name of each table -> its fields, or its weight. States that are not there
-                begin anew.
+                begin anew, and so does the step count.
 
         Raises:
             KeyError: a table is missing.
-            ValueError: a shape that does not fit. Nothing is changed then.
+            TypeError: something is no tensor.
+            ValueError: a shape that does not fit, or a state that the records have no room for: its
+                optimizer has to be there. Nothing is changed then.
         """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(
+                f"load_state_dict: state_dict must be a mapping, got {type(state_dict).__name__}"
+            )
         fields = {}
         for name, table in self.tables.items():
             table.open()
             if name not in state_dict:
                 raise KeyError(f"load_state_dict: there must be a table {name!r}")
-            given = state_dict[name]
-            values = {"weight": given} if isinstance(given, Tensor) else given
-            for field, view in table.host.fields.items():
-                value = values.get(field)
-                if value is None and field == "weight":
-                    raise ValueError(f"load_state_dict: table {name!r} must have its weight")
-                if value is not None and value.shape != view.shape:
-                    raise ValueError(
-                        f"load_state_dict: {field} of table {name!r} must have shape "
-                        f"{tuple(view.shape)}, got {tuple(value.shape)}"
-                    )
-            fields[name] = values
+            fields[name] = table.loadable(state_dict[name])
         self.transfers.drain()
         self.transfers.failures.clear()
         self._broken = None
@@ -377,9 +396,17 @@ class OffloadEngine:
 
         Raises:
             KeyError: there is no such table.
+            TypeError: ``rows`` is not int64.
             IndexError: a row is out of range.
-            ValueError: ``values`` lacks "weight", or has another shape.
+            ValueError: ``values`` lacks "weight", or has another shape; a row comes twice.
         """
+        if name not in self.tables:
+            raise KeyError(f"reset_rows: there is no table {name!r}, only {', '.join(self.tables)}")
+        if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.dim() != 1:
+            got = f"{rows.dim()}-D {rows.dtype}" if isinstance(rows, Tensor) else repr(rows)
+            raise TypeError(f"reset_rows: rows must be 1-D int64, got {got}")
+        if len(rows.unique()) != len(rows):
+            raise ValueError(f"reset_rows: rows must be distinct, got {rows.tolist()}")
         table = self.tables[name]
         table.open()
         table.reset(rows, values)

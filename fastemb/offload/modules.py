@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.nn import init
+from torch.nn import Parameter, init
 
 from fastemb import _fused, nn
 from fastemb import functional as F
@@ -41,7 +41,7 @@ class OffloadedModule(TableModule):
         self.sparse = "fused"
 
     def _look_up(self, op: str, input: Tensor) -> Lookup:
-        weight = self._parameter()
+        weight = self._own_weight()
         if weight._backward_hooks or weight._post_accumulate_grad_hooks:
             raise RuntimeError(
                 f"{op}: the weight of table {self.table!r} has hooks, but an offloaded table has "
@@ -58,6 +58,21 @@ class OffloadedModule(TableModule):
             )
         padding: Any = self.padding_idx
         return self._table.lookup(op, input, padding)
+
+    def _own_weight(self) -> Parameter:
+        """The parameter that the engine knows.
+
+        Raises:
+            RuntimeError: the module was given another one.
+        """
+        weight = self._parameter()
+        if weight is not self._table.weight:
+            raise RuntimeError(
+                f"{type(self).__name__}: the weight of table {self.table!r} was replaced by "
+                "another parameter, which its engine does not know; load_state_dict() takes "
+                "other values"
+            )
+        return weight
 
     def _done(self, lookup: Lookup, output: Tensor) -> Tensor:
         if self.max_norm is not None:
@@ -113,6 +128,7 @@ class OffloadedModule(TableModule):
         self._table.replaced()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self._own_weight()
         self._table.flush()
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not keep_vars:  # as any other checkpoint: weights one after the other, and no records

@@ -222,6 +222,8 @@ class RowOptimizer(StatefulOptimizer):
             )
         wanted = self._row_states(param, group, state)
         table.bind(self, wanted)
+        if "step" not in state:
+            table.begin_anew()
         if any(row_state.name in state for row_state in wanted):
             table.take_states(state)
         if "step" in state:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -227,24 +228,22 @@ class StatefulOptimizer(torch.optim.Optimizer):
     @_disable_dynamo
     def state_dict(self) -> dict[str, Any]:
         """As torch's; states of offloaded tables are brought up to date, and copied."""
-        params = list(chain.from_iterable(group["params"] for group in self.param_groups))
-        tables = {
-            index: table
-            for index, param in enumerate(params)
-            if (table := _offloaded.TABLES.get(id(param))) is not None
-        }
-        for table in tables.values():
-            table.flush()
+        offloaded = self._flush_offloaded()
         state_dict = super().state_dict()
-        for index in tables.keys() & state_dict["state"].keys():
-            state = state_dict["state"][index]
-            state_dict["state"][index] = {
-                name: value.clone(memory_format=torch.contiguous_format)
-                if isinstance(value, Tensor)
-                else value
-                for name, value in state.items()
-            }
+        for index in offloaded.keys() & state_dict["state"].keys():
+            state_dict["state"][index] = _copied(state_dict["state"][index])
         return state_dict
+
+    def _flush_offloaded(self) -> dict[int, Tensor]:
+        """Bring offloaded tables up to date; their parameters by position over all groups."""
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        offloaded = {}
+        for index, param in enumerate(params):
+            table = _offloaded.TABLES.get(id(param))
+            if table is not None:
+                table.flush()
+                offloaded[index] = param
+        return offloaded
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -290,7 +289,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
         return {**state_dict, "state": states}
 
     def __getstate__(self) -> dict[str, Any]:
+        offloaded = self._flush_offloaded().values()
         state = super().__getstate__()
+        if offloaded:  # a copy has states of its own, as its parameters are others
+            copies = {p: _copied(self.state[p]) for p in offloaded if p in self.state}
+            state = {**state, "state": defaultdict(dict, {**self.state, **copies})}
         return state if self._offload is None else {**state, "_offload": self._offload.config}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -358,6 +361,16 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 view.copy_(param.detach())
         table.replaced(result.get("step"))
         return {**result, **views}
+
+
+def _copied(state: State) -> State:
+    """Views of records as tensors of their own."""
+    return {
+        name: value.clone(memory_format=torch.contiguous_format)
+        if isinstance(value, Tensor)
+        else value
+        for name, value in state.items()
+    }
 
 
 class _Hidden:
