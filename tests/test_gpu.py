@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fused_steps import FusedStep, fused_steps, grouped, step_after
+from gpu_suite import can_capture
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lazy_cases import LazyCase, lazy_cases, with_limits
@@ -349,20 +350,8 @@ def test_current_stream_is_used(cuda: SimpleNamespace, cpu: SimpleNamespace) -> 
     assert_same_bits(output.cpu(), case.forward(cpu)[0])
 
 
-def _can_capture() -> bool:
-    """False where the driver is a stand-in without graphs."""
-    x = torch.zeros(1).to(DEVICE)
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            x.zero_()
-    except RuntimeError:
-        return False
-    return True
-
-
 def test_graph_capture(cuda: SimpleNamespace, cpu: SimpleNamespace) -> None:
-    if not _can_capture():
+    if not can_capture():
         pytest.skip("no graph capture on this device")
     case = one_bag([1.0, 2.0, 3.0, 4.0], "mean")
     there = case.to(DEVICE)
@@ -482,7 +471,7 @@ def test_catching_up_never_waits(cuda: SimpleNamespace, cpu: SimpleNamespace) ->
 
 def test_row_step_in_a_graph(cuda: SimpleNamespace, cpu: SimpleNamespace) -> None:
     """A replay takes the step, the learning rate and found_inf that lie in memory then."""
-    if not _can_capture():
+    if not can_capture():
         pytest.skip("no graph capture on this device")
     case = make(
         "row_adam_",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fastemb import _offloaded
 from fastemb._memory import advise_huge_pages
 from fastemb._offloaded import RowState
-from fastemb._row_queue import QueuedRows, drop, refuse_waiting
+from fastemb._row_queue import QueuedRows, drop
 from fastemb.nn._table import keep_full_gradients
 from fastemb.offload._host import HostTable, fill
 from fastemb.offload._lanes import Event
@@ -554,9 +554,6 @@ class StoredTable:
         if len(rows):
             engine = self.engine
             self.delivered = engine.transfers.fetch(self, rows, slots, engine.step, stored)
-
-    def refuse_waiting(self, op: str, why: str) -> None:
-        refuse_waiting(op, self._weight(), why)
 
     def register(self) -> None:
         self._key = id(self.weight)

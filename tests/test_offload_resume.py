@@ -1,0 +1,174 @@
+"""Tables of an `OffloadEngine` in files: made, closed, resumed, recovered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from offload_cases import (  # noqa: F401
+    Case,
+    TableCase,
+    _one_thread,
+    build,
+    ids_of,
+    loss_of,
+    new_engine,
+    raises,
+    saved,
+    timed,
+)
+from offload_cases import train as train_case
+from optim_cases import bits
+from torch import nn
+
+import fastemb
+from fastemb import offload
+from fastemb.offload import OffloadEngine
+
+pytestmark = timed
+
+
+def run_files(
+    case: Case, directory: Path, data: list[Any], *, seed: int = 0, **options: Any
+) -> tuple[OffloadEngine, nn.Module, torch.optim.Optimizer]:
+    engine = new_engine(cache=0.75, storage=directory, **options)
+    model, optimizer = build(case, engine, seed)
+    train_case(case, model, optimizer, engine.prefetch(data, ids=ids_of))
+    return engine, model, optimizer
+
+
+@pytest.mark.parametrize("options", ["Adam", "Adam row counts", "RowWiseAdagrad", "SGD momentum"])
+def test_training_resumes_from_files(options: str, tmp_path: Path) -> None:
+    """Values, states and the step are in the files; the layers come from a checkpoint."""
+    case = Case((TableCase(rows=40), TableCase(bag=False)), torch.float16, options, steps=6)
+    data = case.batches()
+    engine, model, optimizer = run_files(case, tmp_path, data)
+    layers = {k: v.clone() for k, v in model.state_dict().items() if k.startswith("layer")}
+    other = optimizer.state_dict()
+    engine.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t0.fetab", "t1.fetab"]
+
+    again = new_engine(cache=0.5, storage=tmp_path, resume=True)
+    model, optimizer = build(case, again, seed=99)
+    model.load_state_dict(layers, strict=False)
+    # States of the layers alone: those of the tables are in the files.
+    dense = [k for k, p in enumerate(model.parameters()) if p.dim() < 2 or p is model.layer.weight]
+    kept = {k: v for k, v in other["state"].items() if k in dense}
+    optimizer.load_state_dict({**other, "state": kept})
+    train_case(case, model, optimizer, again.prefetch(data, ids=ids_of))
+
+    want_model, want_optimizer = build(case, None)
+    train_case(case, want_model, want_optimizer, data)
+    train_case(case, want_model, want_optimizer, data)
+    assert saved(model, optimizer) == saved(want_model, want_optimizer)
+    again.close()
+
+
+def test_the_step_in_a_file_is_that_of_loaded_states(tmp_path: Path) -> None:
+    case = Case(steps=6)
+    model, optimizer = build(case, None)
+    train_case(case, model, optimizer, case.batches())
+    checkpoint = model.state_dict(), optimizer.state_dict()
+    engine = new_engine(cache=18, storage=tmp_path)
+    model, optimizer = build(case, engine)
+    model.load_state_dict(checkpoint[0])
+    optimizer.load_state_dict(checkpoint[1])
+    engine.close()
+
+    again = new_engine(cache=18, storage=tmp_path, resume=True)
+    model, optimizer = build(case, again)
+    model.load_state_dict({k: v for k, v in checkpoint[0].items() if "layer" in k}, strict=False)
+    loss, _ = loss_of(model, case.batches()[0])
+    loss.backward()
+    optimizer.step()
+    assert float(optimizer.state[model.t0.weight]["step"]) == 7
+    again.close()
+
+
+def test_files_are_not_taken_or_overwritten_by_mistake(tmp_path: Path) -> None:
+    case = Case(steps=2)
+    engine, model, optimizer = run_files(case, tmp_path, case.batches())
+    want = saved(model, optimizer)[0]
+    engine.close()
+    content = (tmp_path / "t0.fetab").read_bytes()
+    for options, wrong, error in (
+        ({}, case, FileExistsError),
+        ({"resume": True}, Case((TableCase(rows=21),)), ValueError),
+        ({"resume": True}, Case((TableCase(dim=4),)), ValueError),
+        ({"resume": True}, Case(dtype=torch.float16), ValueError),
+    ):
+        other = new_engine(cache=18, storage=tmp_path, **options)
+        with raises(error, "t0"):
+            build(wrong, other)
+        assert other.tables == {}
+        other.close()
+    assert (tmp_path / "t0.fetab").read_bytes() == content
+    again = new_engine(cache=18, storage=tmp_path, resume=True)
+    model, _ = build(case, again)
+    assert bits(model.state_dict()["t0.weight"]) == want["t0.weight"]
+    again.close()
+
+
+def test_a_file_that_was_not_flushed_needs_recover(tmp_path: Path) -> None:
+    case = Case(steps=4)
+    engine, model, optimizer = run_files(case, tmp_path, case.batches())
+    engine.flush()
+    train_case(case, model, optimizer, case.batches())
+    engine.transfers.drain()
+    # As if the process had ended here.
+    engine.transfers.close()
+    engine.tables["t0"].host.close()
+    other = new_engine(cache=18, storage=tmp_path, resume=True)
+    with raises(RuntimeError, "recover"):
+        build(case, other)
+    other = new_engine(cache=18, storage=tmp_path, resume=True, recover=True)
+    with pytest.warns(RuntimeWarning, match="this is no checkpoint"):
+        model, optimizer = build(case, other)
+    assert other.torn() == {"t0": []}
+    train_case(case, model, optimizer, case.batches())
+    other.close()
+
+
+def test_modules_that_are_made_in_files_have_the_values_of_torch(tmp_path: Path) -> None:
+    engine = new_engine(cache=0.1, storage=tmp_path)
+    rows, dim = 70_001, 17  # more than one portion of the initialisation
+    torch.manual_seed(3)
+    want = nn.EmbeddingBag(rows, dim, mode="sum", padding_idx=4)
+    torch.manual_seed(3)
+    made = offload.EmbeddingBag(
+        rows, dim, mode="sum", padding_idx=4, engine=engine, table="users/name of them"
+    )
+    assert torch.equal(made.weight, want.weight)
+    ids = torch.randint(0, rows, (40, 3), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(made(ids), want(ids))
+    optimizer = fastemb.optim.Adagrad(made.parameters(), lr=0.5)
+    made(ids).sum().backward()
+    optimizer.step()
+    trained = made.state_dict()["weight"]
+    made.reset_parameters()
+    assert not torch.equal(made(ids), want(ids))
+    engine.close()
+
+    again = new_engine(cache=0.1, storage=tmp_path, resume=True)
+    with raises(ValueError, "users/name of them", "[70001, 17]"):
+        offload.EmbeddingBag(rows, 16, engine=again, table="users/name of them")
+    made = offload.EmbeddingBag(rows, dim, mode="sum", engine=again, table="users/name of them")
+    assert torch.equal(made.weight[ids.view(-1)], made(ids.view(-1, 1)))
+    assert not torch.equal(made.weight, trained)
+    again.close()
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_module_that_cannot_be_made_leaves_the_name_free(stored: bool, tmp_path: Path) -> None:
+    engine = new_engine(cache=8, storage=tmp_path if stored else None)
+    with pytest.raises((AssertionError, ValueError)):
+        offload.Embedding(20, 3, padding_idx=20, engine=engine, table="t")
+    made = offload.Embedding(20, 3, padding_idx=19, engine=engine, table="t")
+    assert (made(torch.tensor([19, 0])) == 0).all(1).tolist() == [True, False]
+    with raises(ValueError, "'t'"):
+        offload.Embedding(20, 3, engine=engine, table="t")
+    assert list(engine.tables) == ["t"]
+    engine.close()
+    assert [path.name for path in tmp_path.iterdir()] == (["t.fetab"] if stored else [])
