@@ -1,7 +1,8 @@
 """Attaches a derivative to an operator.
 
 `torch.library.register_autograd` does the same and costs a small lookup some 60 microseconds more,
-which it spends on filling in defaults that these schemas do not have.
+which it spends on filling in defaults that these schemas do not have. So does a
+`torch.autograd.Function` with a ``setup_context`` of its own.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ def register_autograd(
         The operator as its autograd kernel, for calls that need nothing above it: no transform of
         `torch.func`, no tracer. That spares them one way through the dispatcher.
     """
-    function = make_function(name, backward, setup_context)
-    below_autograd, apply = function.forward, function.apply
+    below_autograd = _below_autograd(name)
+    apply = make_function(name, backward, setup_context).apply
 
     def kernel(*args: Any) -> Any:
         if torch.is_grad_enabled() and any(
@@ -45,18 +46,25 @@ def make_function(
     setup_context: Callable[[Any, tuple[Any, ...], Any], None],
 ) -> Any:
     """An operator, called below autograd, as a `torch.autograd.Function` with this derivative."""
+    below_autograd = _below_autograd(name)
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        output = below_autograd(*args)
+        setup_context(ctx, args, output)
+        return output
+
+    return type(
+        name,
+        (torch.autograd.Function,),
+        {"forward": staticmethod(forward), "backward": staticmethod(backward)},
+    )
+
+
+def _below_autograd(name: str) -> Callable[..., Any]:
     operator = getattr(torch.ops.fastemb, name).default
 
     def below_autograd(*args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*args)
 
-    return type(
-        name,
-        (torch.autograd.Function,),
-        {
-            "forward": staticmethod(below_autograd),
-            "setup_context": staticmethod(setup_context),
-            "backward": staticmethod(backward),
-        },
-    )
+    return below_autograd

@@ -30,6 +30,14 @@ struct SourceTerms {
     }
   }
 
+  // The sum of a few terms, without a list of them where none is needed; whether it is done.
+  bool sum_few(int64_t begin, int64_t end, int64_t limit, A* out) const {
+    if (scaled || end - begin > kChunk || end + kPrefetchAhead > limit) return false;
+    const IndexedRows<T, int32_t> rows{static_cast<const T*>(p.grad), p.dim, p.sources + begin};
+    sum_rows<false>(rows, 0, end - begin, p.dim, Cached<A>{out});
+    return true;
+  }
+
   const RowStep& p;
   bool scaled;
 };
@@ -59,6 +67,7 @@ class RowGradients {
     const int64_t begin = p_.segments[at.k], end = p_.segments[at.k + 1];
     if (end - begin > kLong) return long_sum(at.k) + at.column;
     with_terms([&](auto terms) {
+      if (terms.sum_few(begin, end, limit_, sum)) return;
       RowList<typename decltype(terms)::Element> list;
       sum_segment(terms, begin, end, limit_, list, part, sum);
     });

@@ -8,8 +8,10 @@
 namespace fastemb::cpu::FE_ISA {
 
 inline constexpr int64_t kPiece = 4096;     // columns of a wide row that are one piece of work
-inline constexpr int64_t kRowsAhead = 16;   // prefetched; 2 is slower, 12 to 48 are alike
 inline constexpr int64_t kGrain = 1 << 14;  // elements that are worth a thread
+
+// How many rows ahead to prefetch: nearer they come too late, and of wide rows more would leave the cache again.
+FE_FUNCTION int64_t rows_ahead(int64_t dim) { return dim <= 128 ? 32 : 16; }
 
 enum class Store { plain, master, stochastic };
 
@@ -98,7 +100,7 @@ struct Buffers {
 };
 
 // Where a piece lies: columns [column, column + n) of gradient row k, table row `row`. `ahead` rows further in the
-// table lies the row that is due kRowsAhead rows later; it is prefetched line by line between the arithmetic, since a
+// table lies the row that is due rows_ahead() rows later; it is prefetched line by line between the arithmetic, since a
 // burst of prefetches stalls where it fills the line buffers.
 struct Piece {
   int64_t k, row, column, n, ahead;
@@ -112,24 +114,29 @@ FE_FUNCTION bool in_table(const RowStep& p, int64_t row) { return row >= 0 && ro
 
 // The whole of gradient row k, of `used` rows; n is 0 for a row outside the table.
 FE_FUNCTION Piece row_piece(const RowStep& p, int64_t k, int64_t used) {
-  const int64_t later = k + kRowsAhead < used ? k + kRowsAhead : k;
+  const int64_t distance = rows_ahead(p.dim), later = k + distance < used ? k + distance : k;
   if (p.rows == nullptr) return {k, k, 0, p.dim, later - k};
   const int64_t row = p.rows[k], ahead = p.rows[later];
   return {k, row, 0, in_table(p, row) ? p.dim : 0, in_table(p, ahead) ? ahead - row : 0};
 }
 
 // body(begin, end) over ranges of the `used` rows, each of `per_row` items, shared out to threads; at least `grain`
-// items for each. Rows that have to be summed first count as what they are sums of.
+// items for each. Rows that have to be summed first count as what they are sums of. `body` is called in
+// one place, so that it is inlined.
 template <typename Body>
 void share_out(const RowStep& p, int64_t used, int64_t per_row, int64_t grain, const Parallel& parallel,
                const Body& body) {
-  if (p.segments == nullptr) return parallel_ranges(parallel, used * per_row, grain, body);
   constexpr int64_t kUpdate = 4;  // terms that take as long as the update of a row
+  const bool summed = p.segments != nullptr;
   const auto start = [&](int64_t k) { return p.segments[k] + k * kUpdate; };
-  const int64_t total = start(used), pieces = pieces_for(parallel, total * p.dim);
-  parallel_ranges(parallel, pieces, 1, [&](int64_t piece, int64_t piece_end) {
-    body(split_point(used, total, piece, pieces, start) * per_row,
-         split_point(used, total, piece_end, pieces, start) * per_row);
+  const int64_t total = summed ? start(used) : 0;
+  const int64_t pieces = summed ? pieces_for(parallel, total * p.dim) : used * per_row;
+  parallel_ranges(parallel, pieces, summed ? 1 : grain, [&](int64_t begin, int64_t end) {
+    if (summed) {
+      begin = split_point(used, total, begin, pieces, start) * per_row;
+      end = split_point(used, total, end, pieces, start) * per_row;
+    }
+    body(begin, end);
   });
 }
 
