@@ -6,14 +6,14 @@
     python bench/offload.py --quick          one case of ``steps`` and nothing else (half a minute)
 
 The model is an `EmbeddingBag` (sum, fp32, 1 M x 64, Zipf 1.05, bags of 20) under a small MLP, the
-optimizer `fastemb.optim.SparseAdam`: a record has 784 bytes. The cache has room for 10 % of the
+optimizer `fastemb.optim.SparseAdam`: a record has 832 bytes. The cache has room for 10 % of the
 rows.
 
 ``steps``: blocks of steps in memory (``sparse="fused"``) and offloaded, in turn; a block ends when
 the lanes are idle. ``links``: the lanes that copy take the time that a link of that speed takes,
 and the copies' own; the hidden share is of all that the lanes do. ``records``: gathering and
-scattering records of random rows, and their checksums, against a large copy on as many threads;
-bytes read and written.
+scattering records of random rows in ascending order, as the engine has them, and their checksums,
+against a large copy on as many threads; bytes read and written.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def records_table() -> str:
     table = torch.from_numpy(harness.huge_page_array(ROWS * size >> 20).view(np.uint8))
     table = table[: table.numel() // size * size].view(-1, size)
     staged = torch.zeros(number, size, dtype=torch.uint8)
-    picks = [torch.randperm(len(table))[:number].contiguous() for _ in range(16)]
+    picks = [torch.randperm(len(table))[:number].sort().values for _ in range(16)]
     turn = itertools.cycle(picks)
     versions = torch.zeros(number, dtype=torch.int64)
     rows = torch.arange(number)

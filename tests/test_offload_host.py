@@ -13,7 +13,7 @@ import torch
 from fastemb.offload import _host, _mapping
 from fastemb.offload._file import DirtyFileError
 from fastemb.offload._host import HostTable
-from fastemb.offload._layout import Field, RecordLayout
+from fastemb.offload._layout import HEADER_BYTES, Field, RecordLayout
 from fastemb.offload.errors import IntegrityError
 
 NUM_ROWS = 23
@@ -69,6 +69,26 @@ def test_memory_is_of_exactly_the_size_of_the_records() -> None:
     }
     table.fields["weight"][3] = 1
     assert table.records[3].any()
+
+
+@pytest.mark.parametrize(
+    ("widths", "size"),
+    [
+        ([64, 64, 64], 832),  # 784 without padding
+        ([32, 32, 32], 448),  # 400: an eighth longer
+        ([20, 20, 20], 256),
+        ([16, 16, 16], 208),  # 256 would be too much longer
+        ([4], 32),
+    ],
+)
+def test_records_are_whole_cache_lines_where_that_costs_little(
+    widths: list[int], size: int
+) -> None:
+    fields = [Field(f"field {k}", torch.float32, width) for k, width in enumerate(widths)]
+    layout = RecordLayout(fields)
+    assert layout.record_bytes == size
+    used = HEADER_BYTES + sum(field.bytes for field in fields)
+    assert sum(end - begin for begin, end in layout.gaps) == size - used
 
 
 def test_large_tables_ask_for_huge_pages() -> None:

@@ -26,6 +26,7 @@ from record_cases import (
     Copy,
     Piece,
     Records,
+    Table,
     checksum_of,
     copies,
     damages,
@@ -100,6 +101,24 @@ def test_copies_between_pieces_of_one_table(backend: Backend) -> None:
     source, target = there.views()
     backend.ops.row_copy_([target], None, [source], None)
     assert there.bytes() == [want]
+
+
+@everywhere
+@pytest.mark.parametrize("size", [64, 832, 848])
+@pytest.mark.parametrize("stride", [896, 912])
+@pytest.mark.parametrize("offset", [0, 16, 64])
+def test_records_of_whole_cache_lines(
+    backend: Backend, size: int, stride: int, offset: int
+) -> None:
+    """And of others; rows that follow one another are written to and picked ones are."""
+    count = 100
+    picked = torch.randperm(count, generator=torch.Generator().manual_seed(1))
+    memories = [random_bytes(offset + count * stride, seed) for seed in (1, 2)]
+    piece = Piece(0, U8, size, offset, stride)
+    assert all(memory.data_ptr() % 64 == 0 for memory in memories)
+    to, from_ = (Table([memory], count, [piece]) for memory in memories)
+    for case in (Copy(to, None, from_, picked), Copy(to, picked, from_, None)):
+        assert case.run(backend.ops, backend.device) == case.expected()
 
 
 @everywhere
@@ -295,6 +314,7 @@ def digest(ops: Any) -> str:
         [(F32, 1), (F32, 1), (I32, 1)],
         [(F16, 127), (F32, 127), (F32, 1), (U8, 5)],
         [(F32, 4099)],
+        [(F32, 208)],  # whole cache lines
     ):
         rows = 100_000 // sum(width for _, width in widths)
         case = records_in(rows, widths)

@@ -50,36 +50,6 @@ FE_FUNCTION void prefetch_row(const void* row, int64_t bytes) {
   for (int64_t byte = 0; byte < bytes && byte < kMost; byte += 64) prefetch(static_cast<const char*>(row) + byte);
 }
 
-FE_FUNCTION void stream(float* p, Vec<float> v) {
-#if defined(__AVX512F__)
-  _mm512_stream_ps(p, (__m512)v);
-#elif defined(__AVX2__)
-  _mm256_stream_ps(p, (__m256)v);
-#elif defined(__SSE2__)
-  _mm_stream_ps(p, (__m128)v);
-#else
-  store(p, v);
-#endif
-}
-
-FE_FUNCTION void stream(double* p, Vec<double> v) {
-#if defined(__AVX512F__)
-  _mm512_stream_pd(p, (__m512d)v);
-#elif defined(__AVX2__)
-  _mm256_stream_pd(p, (__m256d)v);
-#elif defined(__SSE2__)
-  _mm_stream_pd(p, (__m128d)v);
-#else
-  store(p, v);
-#endif
-}
-
-FE_FUNCTION void stream_fence() {
-#if defined(__SSE2__)
-  _mm_sfence();
-#endif
-}
-
 // Where a finished row goes. put(sink, d, v) takes the sums of columns d .. d + lanes, put_part the first n of them.
 
 template <typename A>

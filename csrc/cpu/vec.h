@@ -153,6 +153,38 @@ FE_FUNCTION Vec<float> load(const f16* p) { return load_halves(p); }
 FE_FUNCTION void store(float* p, Vec<float> v) { memcpy(p, &v, sizeof(v)); }
 FE_FUNCTION void store(double* p, Vec<double> v) { memcpy(p, &v, sizeof(v)); }
 
+// Past the caches, to memory that is not read again soon; needs an address that a vector divides, and a fence before
+// others read.
+FE_FUNCTION void stream(float* p, Vec<float> v) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(p, (__m512)v);
+#elif defined(__AVX2__)
+  _mm256_stream_ps(p, (__m256)v);
+#elif defined(__SSE2__)
+  _mm_stream_ps(p, (__m128)v);
+#else
+  store(p, v);
+#endif
+}
+
+FE_FUNCTION void stream(double* p, Vec<double> v) {
+#if defined(__AVX512F__)
+  _mm512_stream_pd(p, (__m512d)v);
+#elif defined(__AVX2__)
+  _mm256_stream_pd(p, (__m256d)v);
+#elif defined(__SSE2__)
+  _mm_stream_pd(p, (__m128d)v);
+#else
+  store(p, v);
+#endif
+}
+
+FE_FUNCTION void stream_fence() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
 template <typename T>
 FE_FUNCTION void store(T* p, Vec<float> v) {
   const Halves h = rounded(T{}, v);

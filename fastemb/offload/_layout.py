@@ -11,6 +11,10 @@ from torch import Tensor
 HEADER_BYTES = 16  # checksum and version, 8 bytes each
 _FIELD_ALIGNMENT = 8  # a word of the checksum
 _RECORD_ALIGNMENT = 16
+# Records of whole cache lines are gathered in two thirds of the time and scattered in half; that is
+# worth one part in so many of the memory.
+_LINE = 64
+_LINE_SHARE = 8
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,8 @@ class RecordLayout:
     Attributes:
         fields: "weight" comes first.
         offsets: byte at which each field begins, a multiple of 8; what lies between is zero.
-        record_bytes: size of a record, a multiple of 16.
+        record_bytes: size of a record: a multiple of 64 where that makes it longer by no more than
+            an eighth, else of 16.
         gaps: bytes from where to where belong to no field.
     """
 
@@ -52,10 +57,12 @@ class RecordLayout:
         end = HEADER_BYTES
         for field in self.fields:
             self.offsets[field.name] = end
-            end += -(-field.bytes // _FIELD_ALIGNMENT) * _FIELD_ALIGNMENT
+            end += _round_up(field.bytes, _FIELD_ALIGNMENT)
             gaps.append((self.offsets[field.name] + field.bytes, end))
         self._payload_end = end
-        self.record_bytes = -(-end // _RECORD_ALIGNMENT) * _RECORD_ALIGNMENT
+        self.record_bytes = _round_up(end, _LINE)
+        if (self.record_bytes - end) * _LINE_SHARE > end:
+            self.record_bytes = _round_up(end, _RECORD_ALIGNMENT)
         gaps.append((end, self.record_bytes))
         self.gaps = tuple((begin, end) for begin, end in gaps if begin < end)
 
@@ -98,3 +105,7 @@ class RecordLayout:
             field.name: torch.zeros(number, field.width, dtype=field.dtype, device=device)
             for field in self.fields
         }
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

@@ -327,8 +327,8 @@ class Transfers:
                 self._launch(
                     _ops.checksum_seal_, table.headers, pieces, where, which, versions, host.seed
                 )
-                if host.layout.gaps:
-                    leaving.zero_()
+                for begin, end in host.layout.gaps:
+                    leaving[:, begin:end].zero_()
                 self._launch(
                     _ops.row_copy_,
                     [host.layout.headers(leaving), *host.layout.views(leaving).values()],
