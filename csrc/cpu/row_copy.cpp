@@ -48,9 +48,8 @@ void copy_rows(const RowCopy& p, int64_t begin, int64_t end) {
 // for the device or the host table, not for whoever computes here.
 void row_copy(const RowCopy& p, const Parallel& parallel) {
   const bool streamed = whole_lines(p.to);
-  for_rows(p.num_rows, p.to, parallel, [&](int64_t begin, int64_t end) {
-    streamed ? stream_rows(p, begin, end) : copy_rows(p, begin, end);
-  });
+  for_rows(p.num_rows, p.to, parallel,
+           [&](int64_t begin, int64_t end) { streamed ? stream_rows(p, begin, end) : copy_rows(p, begin, end); });
 }
 
 }  // namespace fastemb::cpu::FE_ISA
