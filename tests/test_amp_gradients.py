@@ -226,6 +226,49 @@ def test_fp16_gradients_keep_what_the_scale_has_saved(explicit: bool, sparse: bo
 
 
 @pytest.mark.parametrize("sparse", [False, True])
+def test_half_gradients_can_be_assigned_after_fp32_ones(sparse: bool) -> None:
+    """Unscaling replaces them by FP32 ones, which must not bind the next batch."""
+    p = nn.Parameter(torch.ones(3, 2, dtype=torch.float16))
+    optimizer = optim.Adam([p], lr=0.125)
+    scaler = begin()
+    for number in range(1, 4):
+        half = torch.full((3, 2), SCALE, dtype=torch.float16)
+        p.grad = coo([0, 1, 1], half, 3) if sparse else half
+        scaler.unscale_(optimizer)
+        assert p.grad.dtype == torch.float32
+        scaler.step(optimizer)
+        scaler.update()
+        assert p.detach()[0, 0].item() == pytest.approx(1 - 0.125 * number, abs=1e-3)
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("how", ["step", "unscale", "clip"])
+def test_complex_gradients(how: str) -> None:
+    p = nn.Parameter(torch.tensor([[1 + 2j, 3.0], [0.0, 1j]]))
+    optimizer = optim.SGD([p], lr=1.0)
+    scaler = begin()
+    before = p.detach().clone()
+    grad = torch.tensor([[3 + 4j, 0.0], [0.0, 12.0]])
+    p.grad = (grad * SCALE).t().conj()  # in another order of memory, conjugated on reading
+    factor = 1.0
+    if how == "unscale":
+        scaler.unscale_(optimizer)
+        torch.testing.assert_close(p.grad.resolve_conj(), grad.t().conj().resolve_conj())
+    elif how == "clip":
+        assert float(scaler.clip_grad_norm_(optimizer, 6.5)) == 13.0
+        factor = 0.5
+    scaler.step(optimizer)
+    scaler.update()
+    torch.testing.assert_close(p.detach(), before - factor * grad.t().conj())
+    before = p.detach().clone()
+    p.grad = torch.full((2, 2), complex(1.0, NAN))
+    scaler.step(optimizer)
+    scaler.update()
+    assert_same_bits(torch.view_as_real(p.detach()), torch.view_as_real(before))
+    assert scaler.get_scale() == SCALE / 2
+
+
+@pytest.mark.parametrize("sparse", [False, True])
 def test_fp16_gradients_with_optimizers_of_torch(sparse: bool) -> None:
     values = torch.full((2, 2), 512.0, dtype=torch.float16)
     grad = coo([0, 1], values, 2, coalesced=True) if sparse else values

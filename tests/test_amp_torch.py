@@ -235,7 +235,13 @@ def test_new_scale() -> None:
     p = nn.Parameter(torch.ones(2))
     scaler = GradScaler("cpu")
     scaler.scale(p.sum())
-    for new, expected in ((8.0, 8.0), (4, 4.0), (torch.tensor(3.0), 3.0)):
+    one_element = torch.tensor([16.0])
+    for new, expected in (
+        (8.0, 8.0),
+        (4, 4.0),
+        (torch.tensor(3.0), 3.0),
+        (one_element, 16.0),
+    ):
         scaler.update(new)
         assert scaler.get_scale() == expected
         assert float(scaler.scale(torch.ones(()))) == expected

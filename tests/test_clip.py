@@ -117,6 +117,18 @@ def test_squares_do_not_overflow_nor_vanish() -> None:
     torch.testing.assert_close(p.grad, torch.full((2,), 0.5**0.5))
 
 
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_complex_gradients(norm_type: float, foreach: bool | None) -> None:
+    gradients = torch.tensor([3 + 4j, 0.5j]), torch.tensor([-1.0, 2.0])
+    ours, theirs = (with_gradients(*(g.clone() for g in gradients)) for _ in range(2))
+    total = clip_grad_norm_(ours, 1.0, norm_type, foreach=foreach)
+    wanted = torch.nn.utils.clip_grad_norm_(theirs, 1.0, norm_type)
+    torch.testing.assert_close(total, wanted)
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
 def test_aliased_gradients_are_scaled_once() -> None:
     values = torch.full((2, 2), 2.0)
     a, b = with_gradients(coo([0, 1], values, 3), coo([2, 0], values, 4))

@@ -226,6 +226,74 @@ def test_default_is_fused_and_explicit_choices_are_kept(monkeypatch: pytest.Monk
         assert bool((p < 1).all())
 
 
+@pytest.mark.parametrize("implementation", [{}, {"foreach": True}, {"foreach": False}])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("Adam", {"weight_decay": 0.1, "amsgrad": True}),
+        ("AdamW", {"maximize": True}),
+        ("Adagrad", {"initial_accumulator_value": 0.5}),
+        ("SGD", {"momentum": 0.9, "dampening": 0.1}),
+    ],
+)
+def test_complex_parameters_are_pairs_of_real_numbers(
+    name: str, options: dict[str, Any], dtype: torch.dtype, implementation: dict[str, Any]
+) -> None:
+    options = {"lr": 0.1, **options, **implementation}
+    start = torch.randn(3, 2, dtype=dtype)
+    p, q = nn.Parameter(start.clone()), nn.Parameter(torch.view_as_real(start).clone())
+    ours, theirs = getattr(optim, name)([p], **options), getattr(torch.optim, name)([q], **options)
+    for step in range(4):
+        grad = torch.randn(3, 2, dtype=dtype)
+        p.grad, q.grad = grad.conj(), torch.view_as_real(grad.conj().resolve_conj())
+        ours.step()
+        theirs.step()
+        if step == 1:
+            ours.load_state_dict(ours.state_dict())
+    torch.testing.assert_close(torch.view_as_real(p.detach()), q.detach())
+
+
+def test_complex_parameters_take_dense_gradients_only() -> None:
+    p = nn.Parameter(torch.ones(3, 2, dtype=torch.complex64))
+    p.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 2, dtype=torch.complex64), (3, 2))
+    optimizer = optim.Adam([p])
+    with pytest.raises(RuntimeError, match=r"Adam: a torch\.complex64 parameter takes dense"):
+        optimizer.step()
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("implementation", [{}, {"foreach": True}, {"foreach": False}])
+def test_betas_may_be_tensors_of_one_element(implementation: dict[str, Any]) -> None:
+    start = torch.randn(4)
+    p, q = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    betas = torch.tensor(0.5), torch.tensor([0.75])
+    ours = optim.Adam([p], lr=0.1, betas=betas, **implementation)
+    theirs = optim.Adam([q], lr=0.1, betas=(0.5, 0.75), **implementation)
+    for _ in range(3):
+        p.grad = q.grad = torch.randn(4)
+        ours.step()
+        theirs.step()
+    assert_same_bits(p, q)
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+@pytest.mark.parametrize("implementation", [{}, {"foreach": True}, {"foreach": False}])
+def test_a_parameter_given_twice_is_updated_twice(implementation: dict[str, Any]) -> None:
+    """One after the other, each with the bias correction of its own step."""
+    start = torch.randn(4)
+    p, q, other = (nn.Parameter(start.clone()) for _ in range(3))
+    twice = optim.Adam([p, other, p], lr=0.1, **implementation)
+    once = optim.Adam([q], lr=0.1, **implementation)
+    p.grad = q.grad = other.grad = torch.tensor([1.0, -2.0, 0.0, 3.0])
+    twice.step()
+    once.step()
+    assert_same_bits(other, q)
+    once.step()
+    assert_same_bits(p, q)
+    assert float(twice.state[p]["step"]) == 2
+
+
 def test_differentiable_step() -> None:
     """A gradient with a graph: d parameter / d lr-like factor, as torch gives it."""
     results = []

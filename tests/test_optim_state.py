@@ -12,6 +12,7 @@ import torch
 from optim_cases import CLASSES, assert_same_bits, bits, random_rows, snapshot
 from torch import Tensor, nn
 
+import fastemb
 from fastemb import optim
 
 PAIRS = [
@@ -380,7 +381,7 @@ def test_options_out_of_range(
 @pytest.mark.parametrize(
     ("param", "message"),
     [
-        (torch.ones(2, dtype=torch.complex64), r"params\[0\] must be float16.*complex64"),
+        (torch.ones(2).to(torch.float8_e5m2), r"params\[0\] must be float16.*float8_e5m2"),
         (torch.ones(2).to_sparse(), r"params\[0\] must be a dense tensor, got torch\.sparse_coo"),
     ],
 )
@@ -388,6 +389,55 @@ def test_parameters_that_cannot_be_optimized(param: Tensor, message: str) -> Non
     for cls in CLASSES:
         with pytest.raises(ValueError, match=message):
             cls([param.requires_grad_()])
+
+
+@pytest.mark.parametrize("rows", [2, 5])
+@pytest.mark.parametrize("kind", ["dense", "bfloat16", "rows", "queued"])
+@pytest.mark.parametrize("when", ["gradient", "state"])
+def test_a_parameter_of_another_shape_than_before(when: str, kind: str, rows: int) -> None:
+    """A table that was resized in place; kernels would write beyond it or its states."""
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    sparse: Any = {"rows": True, "queued": "fused"}.get(kind, False)
+    table = fastemb.nn.Embedding(4, 3, sparse=sparse, dtype=dtype)
+    optimizer = optim.Adam(table.parameters(), lr=0.1, lazy="rows")
+
+    def backward() -> None:
+        table(torch.tensor([0, 1])).sum().backward()
+
+    backward()
+    if when == "state":
+        optimizer.step()
+        optimizer.zero_grad()
+    table.weight.data = torch.ones(rows, 3, dtype=dtype)
+    if when == "state":
+        backward()
+    before = table.weight.detach().clone()
+    with pytest.raises(RuntimeError, match=rf"^Adam: .*{when}.* of shape \({rows}, 3\)"):
+        optimizer.step()
+    assert_same_bits(table.weight, before)
+    optimizer.zero_grad()
+    optimizer.state.clear()
+    backward()
+    optimizer.step()
+    assert bool((table.weight != before).any())
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "message"),
+    [
+        (optim.Adam, {"fused": True}, "must not be complex with fused=True"),
+        (optim.AdamW, {"state_dtype": torch.bfloat16}, "must not be complex with state_dtype="),
+        (optim.SGD, {"offload": "cpu"}, "must not be complex with offload="),
+        (optim.SparseAdam, {}, "must be float16, bfloat16, float32 or float64"),
+        (optim.RowWiseAdagrad, {}, "must be float16, bfloat16, float32 or float64"),
+    ],
+)
+def test_what_complex_parameters_cannot_have(
+    cls: type[optim.Adam], options: dict[str, Any], message: str
+) -> None:
+    p = nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
+    with pytest.raises(ValueError, match=rf"params\[0\] {message}.* got torch\.complex64"):
+        cls([p], **options)
 
 
 def test_moments_of_float64_parameters_are_not_bf16() -> None:

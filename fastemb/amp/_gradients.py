@@ -155,6 +155,12 @@ class GradientCheck:
 
     def _dense(self, param: Tensor, grad: Tensor, ours: bool) -> Tensor | None:
         grad = grad.detach()
+        is_complex = grad.is_complex()
+        if is_complex:
+            if grad.is_conj():
+                grad = grad.resolve_conj()
+                _set_grad(param, grad)
+            grad = torch.view_as_real(grad)
         if not self._unscale:
             return _one_piece(grad)
         if grad.dtype == torch.float16 and ours:
@@ -162,7 +168,9 @@ class GradientCheck:
             _set_grad(param, grad)
         elif grad.dtype == torch.float16:
             self._warn_of_rounding(param)
-        return self._writable(param, grad, lambda values: values)
+        return self._writable(
+            param, grad, lambda values: torch.view_as_complex(values) if is_complex else values
+        )
 
     def _rows(self, param: Tensor, grad: Tensor, ours: bool) -> Tensor | None:
         """Repeated rows are summed first: finite ones may have a sum that is not."""
@@ -362,5 +370,5 @@ def _set_grad(param: Tensor, grad: Tensor) -> None:
     """Replace a gradient, also by one of another dtype."""
     if param.grad_dtype not in (None, grad.dtype):
         param.grad = None  # torch refuses to change grad_dtype under a gradient
-        param.grad_dtype = grad.dtype
+        param.grad_dtype = None  # any: the next gradient can have the dtype of before
     param.grad = grad

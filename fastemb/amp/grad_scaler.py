@@ -336,7 +336,8 @@ class GradScaler(CheckingScaler):
         tensor ``new_scale`` where there are groups.
 
         Args:
-            new_scale: the new scale of the root, as in torch; other groups stay as they are.
+            new_scale: the new scale of the root, a number or a tensor of one element; other groups
+                stay as they are.
 
         Raises:
             AssertionError: no `step` or `unscale_` since the last one.
@@ -385,6 +386,8 @@ class GradScaler(CheckingScaler):
             raise ValueError(f"{_OP}: update() takes no new_scale with mode='guard'")
         if isinstance(new_scale, int):
             new_scale = float(new_scale)
+        elif isinstance(new_scale, Tensor) and new_scale.numel() == 1:
+            new_scale = new_scale.reshape(())
         if len(self._groups) > 1:
             value = new_scale
             if isinstance(value, Tensor) and value.numel() == 1:

@@ -143,9 +143,11 @@ class RowOptimizer(StatefulOptimizer):
             ValueError: a sparse gradient that is not one of rows, or a table with a sparse
                 gradient whose rows are not contiguous.
             RuntimeError: ``differentiable=True`` and a gradient that torch's optimizers do not
-                take; a table with ``sparse="fused"`` that also has a ``.grad``, under a
-                `torch.amp.GradScaler`, whose incoming gradients were changed since the backward, or
-                whose gradient another optimizer has consumed. Nothing is changed then.
+                take; a sparse gradient of a complex parameter; a gradient or a state of another
+                shape than its parameter, as after a new ``.data``; a table with ``sparse="fused"``
+                that also has a ``.grad``, under a `torch.amp.GradScaler`, whose incoming gradients
+                were changed since the backward, or whose gradient another optimizer has consumed.
+                Nothing is changed then.
         """
         loss = None
         if closure is not None:
@@ -186,9 +188,32 @@ class RowOptimizer(StatefulOptimizer):
                         check_sparse(type(self).__name__, param.grad)
                 sparse = sparse and group.get("decay") != "all"  # which makes it dense
                 state = self.state.get(param, {})
+                if id(param) not in _offloaded.TABLES:
+                    self._check_shapes(param, queue, state)
                 if sparse or not self._goes_through_torch(group, param, state):
                     self._check_row_update(group, param, sparse)
                 self._bind_offloaded(group, param, state)
+
+    def _check_shapes(self, param: Tensor, queue: RowQueue | None, state: State) -> None:
+        """Refuse a parameter whose ``.data`` was replaced by another shape; no kernel would."""
+        shape = tuple(param.shape)
+        grads = [] if param.grad is None else [tuple(param.grad.shape)]
+        if queue is not None:
+            grads = [(part.num_embeddings, *shape[1:]) for part in queue._parts]
+        for grad in grads:
+            if grad != shape:
+                raise RuntimeError(
+                    f"{type(self).__name__}: the gradient of a parameter of shape {shape} must "
+                    f"have that shape, got {grad}; call zero_grad()"
+                )
+        for name, value in state.items():
+            wanted = self._state_shape(param, name) if isinstance(value, Tensor) else None
+            if wanted is not None and value.shape != wanted:
+                raise RuntimeError(
+                    f"{type(self).__name__}: state {name!r} of a parameter of shape {shape} must "
+                    f"have shape {tuple(wanted)}, got {tuple(value.shape)}; a parameter that has "
+                    "changed its shape begins anew without its entry in optimizer.state"
+                )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -245,10 +270,11 @@ class RowOptimizer(StatefulOptimizer):
         positions = count()
         for group in self.param_groups:
             params = [(next(positions), param) for param in group["params"]]
-            if self._offload is None:
-                self._step_group(group, params, scaling)
-            else:
-                self._offload.run(partial(self._step_group, group, scaling=scaling), params)
+            for distinct in _rounds(params):
+                if self._offload is None:
+                    self._step_group(group, distinct, scaling)
+                else:
+                    self._offload.run(partial(self._step_group, group, scaling=scaling), distinct)
 
     def _step_group(
         self, group: Options, params: Sequence[tuple[int, Tensor]], scaling: StepScaling
@@ -338,7 +364,11 @@ class RowOptimizer(StatefulOptimizer):
                 f"float64 parameters only, got a {'sparse' if sparse else 'dense'} gradient "
                 f"of a {param.dtype} parameter"
             )
-        if sparse and param.dim() == 2 and not _has_rows(param):
+        if param.is_complex():
+            raise RuntimeError(
+                f"{type(self).__name__}: a {param.dtype} parameter takes dense gradients only"
+            )
+        if sparse and not _has_rows(param):
             raise self._error(
                 "a table with a sparse gradient must have contiguous rows, param.stride(1) == 1",
                 f"strides {param.stride()} for shape {tuple(param.shape)}",
@@ -416,7 +446,21 @@ class RowOptimizer(StatefulOptimizer):
         return self._row_wise or any(name in state for name in ROW_COUNTERS)
 
 
+def _rounds(params: Sequence[tuple[int, Tensor]]) -> Iterator[Sequence[tuple[int, Tensor]]]:
+    """The parameters, in parts that have each at most once; torch updates one as often as it is."""
+    while params:
+        first: dict[int, tuple[int, Tensor]] = {}
+        again = []
+        for entry in params:
+            if first.setdefault(id(entry[1]), entry) is not entry:
+                again.append(entry)
+        yield list(first.values())
+        params = again
+
+
 def _has_rows(param: Tensor) -> bool:
+    if param.dim() != 2:
+        return param.dim() < 2 or param.is_contiguous()
     return param.shape[1] <= 1 or param.stride(1) == 1
 
 
@@ -445,6 +489,8 @@ def _is_fused(group: Options, param: Tensor, operator: str | None) -> bool:
 
     Unlike torch, which then takes foreach, ``foreach=None, fused=None`` means fused.
     """
+    if param.is_complex():  # there is none
+        return False
     fused = group.get("fused")
     if fused is None:
         fused = group.get("foreach") is None and not group.get("differentiable")
@@ -473,7 +519,7 @@ def _taken(updates: Iterable[Update]) -> Iterator[Update]:
             skips[scaling] = scaling.skip is not None and bool(scaling.skip)
         if skips[scaling]:
             continue
-        grad = update.grad
+        grad = update.grad.resolve_conj()
         if grad.dtype != update.param.dtype:
             grad = grad.to(update.param.dtype)
         if scaling.multiplier is not None:

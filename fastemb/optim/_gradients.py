@@ -39,11 +39,10 @@ def check_sparse(op: str, grad: Tensor) -> None:
     """Raise `ValueError` for a sparse gradient that is not one of rows."""
     if grad.layout != torch.sparse_coo:
         raise ValueError(f"{op}: gradients must be dense or sparse COO, got {grad.layout}")
-    if grad.sparse_dim() != 1 or grad.dense_dim() > 1:
+    if grad.sparse_dim() != 1:
         raise ValueError(
-            f"{op}: a sparse gradient must have 1 sparse dimension, its rows, and at most 1 dense "
-            f"one, got sparse_dim {grad.sparse_dim()} and dense_dim {grad.dense_dim()} for shape "
-            f"{tuple(grad.shape)}"
+            f"{op}: a sparse gradient must have 1 sparse dimension, its rows, got sparse_dim "
+            f"{grad.sparse_dim()} and dense_dim {grad.dense_dim()} for shape {tuple(grad.shape)}"
         )
 
 
@@ -56,7 +55,7 @@ def row_gradient(grad: Tensor | QueuedRows, multiplier: Tensor | None = None) ->
     most there can be, and `RowGradient.used_rows` says how many there are.
 
     Args:
-        grad: COO, (num_embeddings, dim) or (num_embeddings,), coalesced or not; or queued.
+        grad: COO, (num_embeddings, ...), coalesced or not; or queued.
         multiplier: [] float32, applied where rows are summed, and before they are: a sum of scaled
             gradients can overflow where the gradient itself does not.
     """
@@ -120,8 +119,7 @@ def dense_gradient(grad: Tensor | QueuedRows, multiplier: Tensor | None = None) 
 def _parts(grad: Tensor) -> tuple[Tensor, Tensor]:
     """Row numbers [nnz] int64, and values [nnz, dim] as they are stored."""
     values = grad._values()
-    if grad.dense_dim() == 0:
-        values = values.unsqueeze(1)
+    values = values.flatten(1) if grad.dense_dim() > 0 else values.unsqueeze(1)
     return grad._indices()[0].contiguous(), values
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 _DTYPES = (*LOW_PRECISION, torch.float32, torch.float64)
+_COMPLEX = (torch.complex64, torch.complex128)
 
 # States with one int32 number per row.
 ROW_COUNTERS = ("row_step", "row_count")
@@ -53,6 +54,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
     _decays: tuple[str, ...] = ("touched", "all")
     # Whether also a dense step works on rows, so that states have to be contiguous.
     _row_wise = False
+    # Whether torch has a step for complex parameters.
+    _takes_complex = False
 
     # What keeps dense parameters and their states on the host: option ``offload``.
     _offload: DenseOffload | None = None
@@ -83,7 +86,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: an option outside its values, or a parameter that cannot be optimized: not
-                dense, or of another dtype than float16, bfloat16, float32 and float64.
+                dense, or of another dtype than float16, bfloat16, float32 and float64 (for some
+                optimizers also complex64 and complex128).
             TypeError: an option that is not a number where one is expected.
         """
         super().add_param_group(param_group)
@@ -93,7 +97,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
             for index, param in enumerate(group["params"]):
                 if param.layout != torch.strided:
                     raise self._error(f"params[{index}] must be a dense tensor", param.layout)
-                if param.dtype not in _DTYPES:
+                if param.dtype in _COMPLEX and self._takes_complex:
+                    self._check_complex(group, index)
+                elif param.dtype not in _DTYPES:
                     raise self._error(
                         f"params[{index}] must be float16, bfloat16, float32 or float64",
                         param.dtype,
@@ -107,6 +113,19 @@ class StatefulOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         self._name_params()
+
+    def _check_complex(self, group: Options, index: int) -> None:
+        """Raise for options that a group with a complex parameter cannot have."""
+        for name in ("fused", "state_dtype"):
+            if group.get(name):
+                raise self._error(
+                    f"params[{index}] must not be complex with {name}={group[name]!r}",
+                    group["params"][index].dtype,
+                )
+        if self._offload is not None:
+            raise self._error(
+                f"params[{index}] must not be complex with offload=", group["params"][index].dtype
+            )
 
     def _name_params(self) -> None:
         """Tell the offload what messages call the parameters: by their name or their number."""
@@ -150,7 +169,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _moment_dtype(self, param: Tensor, group: Options) -> torch.dtype:
-        return accumulation_dtype(param.dtype)
+        return param.dtype if param.is_complex() else accumulation_dtype(param.dtype)
 
     def _state_shape(self, param: Tensor, name: str) -> torch.Size | None:
         """What a state of this name has to look like; None: it is none of ours."""
@@ -192,7 +211,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
         for name, initial in self._moments(group).items():
             if name not in state:
                 dtype = self._moment_dtype(param, group)
-                state[name] = self._new_state(param, name, dtype).fill_(initial)
+                state[name] = new = self._new_state(param, name, dtype)
+                (torch.view_as_real(new) if new.is_complex() else new).fill_(initial)
 
     def _add_master(self, param: Tensor, group: Options, state: State) -> None:
         if not has_master(param, group):

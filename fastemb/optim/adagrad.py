@@ -62,7 +62,7 @@ class Adagrad(_AdagradBase):
 
     Args:
         params: parameters (or pairs of name and parameter), or groups of them as dicts. Dense
-            tensors of float16, bfloat16, float32 or float64.
+            tensors of float16, bfloat16, float32 or float64; complex ones as in `Adam`.
         lr: learning rate, a number or a tensor of one element.
         lr_decay: how fast the learning rate falls with the steps.
         weight_decay: factor of the L2 penalty.
@@ -88,6 +88,7 @@ class Adagrad(_AdagradBase):
     """
 
     _fused_operator = "_fused_adagrad_"
+    _takes_complex = True
 
     def __init__(
         self,
@@ -168,6 +169,7 @@ class Adagrad(_AdagradBase):
             foreach=group["foreach"],
             fused=False,
             differentiable=group["differentiable"],
+            has_complex=any(u.param.is_complex() for u in updates),
             lr=group["lr"],
             lr_decay=group["lr_decay"],
             weight_decay=group["weight_decay"],

@@ -41,7 +41,8 @@ class Adam(LazyAdam):
 
     Args:
         params: parameters (or pairs of name and parameter), or groups of them as dicts. Dense
-            tensors of float16, bfloat16, float32 or float64.
+            tensors of float16, bfloat16, float32 or float64; complex ones with dense gradients,
+            as pairs of real numbers and not ``fused``.
         lr: learning rate, a number or a tensor of one element.
         betas: decay of the first and the second moment, in [0, 1).
         eps: added to the denominator.
@@ -100,6 +101,7 @@ class Adam(LazyAdam):
     """
 
     _fused_operator = "_fused_adam_"
+    _takes_complex = True
     _decays = ("touched", "catch_up", "all")
 
     def __init__(
@@ -162,7 +164,7 @@ class Adam(LazyAdam):
         decoupled = group["decoupled_weight_decay"]
         operator = torch._fused_adamw_ if decoupled else torch._fused_adam_
         lr = scalar_for(group["lr"], updates[0].param)
-        beta1, beta2 = group["betas"]
+        beta1, beta2 = map(float, group["betas"])
 
         def kernel(
             params: list[Tensor],
@@ -192,6 +194,8 @@ class Adam(LazyAdam):
 
     def _functional_step(self, group: Options, updates: Sequence[Update]) -> None:
         beta1, beta2 = group["betas"]
+        if not (group["capturable"] or group["differentiable"]):
+            beta1, beta2 = float(beta1), float(beta2)  # torch's foreach takes no tensors here
         states = [u.state for u in updates]
         adam(
             [u.param for u in updates],
@@ -204,6 +208,7 @@ class Adam(LazyAdam):
             fused=False,
             capturable=group["capturable"],
             differentiable=group["differentiable"],
+            has_complex=any(u.param.is_complex() for u in updates),
             decoupled_weight_decay=group["decoupled_weight_decay"],
             amsgrad=group["amsgrad"],
             beta1=beta1,

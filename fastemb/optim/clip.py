@@ -45,7 +45,7 @@ def clip_grad_norm_(
 
     Returns:
         The norm before clipping, [] on the device of the first gradient, float32 (float64 where a
-        gradient is); 0 without gradients.
+        gradient is or has its parts); 0 without gradients.
 
     Raises:
         ValueError: ``norm_type`` is not > 0; a sparse gradient that is not one of rows.
@@ -85,7 +85,7 @@ def clip_grad_norm_(
     for (_, queue), part in zip(found, parts, strict=True):
         if queue is not None and part is not None:
             queue.put(replace(part, version=part.grad._version))
-    double = any(v.dtype == torch.float64 for v in values)
+    double = any(v.dtype in (torch.float64, torch.complex128) for v in values)
     return total if double else total.float()
 
 
@@ -130,9 +130,10 @@ def _norms(tensors: list[Tensor], norm_type: float, foreach: bool | None) -> lis
         if on_host(members[0]):
             norms += [_norm_in_pieces(member, norm_type) for member in members]
         elif foreach is False:
-            norms += [torch.linalg.vector_norm(m, norm_type, dtype=torch.float64) for m in members]
+            dtype = _widest(members[0])
+            norms += [torch.linalg.vector_norm(m, norm_type, dtype=dtype) for m in members]
         else:
-            norms += torch._foreach_norm(members, norm_type, dtype=torch.float64)
+            norms += torch._foreach_norm(members, norm_type, dtype=_widest(members[0]))
     return norms
 
 
@@ -140,8 +141,13 @@ def _norm_in_pieces(tensor: Tensor, norm_type: float) -> Tensor:
     """FP64 norm; torch's kernel for the CPU would first make a copy of the whole in FP64."""
     values = flat(tensor) if is_dense(tensor) else tensor.reshape(-1)
     pieces = values.split(_PIECE)
-    norms = [torch.linalg.vector_norm(p, norm_type, dtype=torch.float64) for p in pieces]
+    dtype = _widest(tensor)
+    norms = [torch.linalg.vector_norm(p, norm_type, dtype=dtype) for p in pieces]
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def _widest(tensor: Tensor) -> torch.dtype:
+    return torch.complex128 if tensor.is_complex() else torch.float64
 
 
 def _scale(

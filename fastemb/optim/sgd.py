@@ -36,7 +36,7 @@ class SGD(RowOptimizer):
 
     Args:
         params: parameters (or pairs of name and parameter), or groups of them as dicts. Dense
-            tensors of float16, bfloat16, float32 or float64.
+            tensors of float16, bfloat16, float32 or float64; complex ones as in `Adam`.
         lr: learning rate, a number or a tensor of one element.
         momentum: factor of the last update.
         dampening: how much of a gradient does not reach the momentum.
@@ -63,6 +63,7 @@ class SGD(RowOptimizer):
     """
 
     _fused_operator = "_fused_sgd_"
+    _takes_complex = True
     _moment_names = ("momentum_buffer",)
 
     def __init__(
