@@ -307,8 +307,13 @@ def _weight_gradient(
     )
     if not sparse:
         return values
+    rows = rows[:out_rows]
+    if out_rows == 0:
+        # What is added to an empty sparse tensor is put into its memory, resized; that of the
+        # kernels cannot be.
+        rows, values = rows.clone(), values.clone()
     gradient = torch.sparse_coo_tensor(
-        rows[:out_rows].unsqueeze(0),
+        rows.unsqueeze(0),
         values,
         (num_embeddings, values.shape[1]),
         is_coalesced=True,
@@ -440,7 +445,7 @@ def _row_gradient_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None
     grad_grad_output = grad_per_sample = None
     if ctx.needs_input_grad[0]:
         if ctx.mode == "max":
-            winners = _winning_rows(indices, offsets, argmax)
+            winners = winning_rows(indices, offsets, argmax)
             picked = table.gather(0, winners.clamp(min=0))
             grad_grad_output = torch.where(winners >= 0, picked, 0).to(grad_output.dtype)
         else:
@@ -470,7 +475,7 @@ def _row_gradient_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None
     return grad_grad_output, None, None, grad_per_sample, *[None] * 13
 
 
-def _winning_rows(indices: Tensor, offsets: Tensor | None, argmax: Tensor) -> Tensor:
+def winning_rows(indices: Tensor, offsets: Tensor | None, argmax: Tensor) -> Tensor:
     """Row number behind each entry of argmax, [num_bags, dim] int64, -1 in an empty bag."""
     num_bags = argmax.shape[0]
     if offsets is None:

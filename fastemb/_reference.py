@@ -111,8 +111,11 @@ def embedding(
 ) -> Tensor:
     flat = indices.reshape(-1).to(torch.int64)
     check_indices("embedding", flat, weight.shape[0], table)
-    picked = weight.detach().index_select(0, flat).to(output_dtype)
-    return picked.reshape(*indices.shape, weight.shape[1])
+    # No view of the rows is returned: autograd would refuse to have it changed in place.
+    dim = weight.shape[1]
+    output = weight.new_empty((*indices.shape, dim), dtype=output_dtype)
+    output.view(flat.numel(), dim).copy_(weight.detach().index_select(0, flat))
+    return output
 
 
 def embedding_bag(

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from torch._C import _functorch
 from torch._compile import _disable_dynamo
-from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from fastemb import _fused, _ops, _reference
+from fastemb import _fused, _ops, _reference, _transforms
 from fastemb._sleeping import TABLES, wake_batch, wake_batch_outside_graph
 
 __all__ = ["embedding", "embedding_bag"]
@@ -68,18 +67,18 @@ def embedding(
         table); autograd rounds them to ``weight.dtype`` unless ``weight.grad_dtype`` says float32.
         Within a `torch.compile` graph they are always rounded so: AOTAutograd does not know
         ``grad_dtype``. Sparse gradients stay outside the graph and keep FP32.
+        What `torch.func` or forward-mode AD differentiates is computed in plain torch; its
+        gradients have the dtype of ``weight`` and are never sparse.
 
     Raises:
         TypeError: a dtype outside those above.
         ValueError: a shape, device or option that does not fit.
         IndexError: an id outside ``[0, num_embeddings)``.
-        NotImplementedError: forward-mode AD, or `torch.func.grad` and its kin.
         RuntimeError: see ``sparse``; when the lookup is made, in the backward or in the step.
     """
     op = "embedding"
     check_weight(op, weight)
     check_sparse(op, sparse)
-    _check_transforms(op, weight)
     _check_input(op, input, weight)
     pad = resolve_padding(op, padding_idx, weight.shape[0])
     dtype = _resolve_output_dtype(op, output_dtype, weight)
@@ -88,6 +87,8 @@ def embedding(
     if max_norm is not None:
         _renorm(weight, input, max_norm, norm_type, table)
     args = (weight, input, pad, scale_grad_by_freq, bool(sparse), dtype, table)
+    if _transforms.differentiates(weight):
+        return _transforms.embedding(*args)
     if fused:
         return _fused.embedding(*args)
     if _in_compiled_training(weight):
@@ -135,7 +136,9 @@ def embedding_bag(
     Raises:
         TypeError, ValueError, IndexError: as in `embedding`; ValueError also for offsets that do
         not ascend from 0 or pass the end of ``input``.
-        NotImplementedError, RuntimeError: as in `embedding`.
+        NotImplementedError: offsets that `torch.vmap` maps over, where the lookup is differentiated
+            by `torch.func`.
+        RuntimeError: as in `embedding`.
     """
     op = "embedding_bag"
     check_weight(op, weight)
@@ -145,7 +148,6 @@ def embedding_bag(
     check_mode(op, mode, scale_grad_by_freq)
     if per_sample_weights is not None:
         _check_per_sample_weights(op, per_sample_weights, input, mode)
-    _check_transforms(op, weight, per_sample_weights)
     pad = resolve_padding(op, padding_idx, weight.shape[0])
     dtype = _resolve_output_dtype(op, output_dtype, weight)
     fused = sparse == "fused" and _queues_gradients(op, weight, table)
@@ -168,6 +170,8 @@ def embedding_bag(
         dtype,
         table,
     )
+    if _transforms.differentiates(weight, per_sample_weights):
+        return _transforms.embedding_bag(*args)[0]
     if fused:
         return _fused.embedding_bag(*args)[0]
     if _in_compiled_training(weight):
@@ -217,41 +221,6 @@ def check_weight(op: str, weight: Tensor) -> None:
 def check_sparse(op: str, sparse: Sparse) -> None:
     if not isinstance(sparse, int) and sparse != "fused":  # torch takes 0 and 1, too
         raise TypeError(f"{op}: sparse must be True, False or 'fused', got {sparse!r}")
-
-
-def _check_transforms(op: str, weight: Tensor, per_sample_weights: Tensor | None = None) -> None:
-    """Refuse derivatives that the operators lack: without this, a tangent would become zero."""
-    if torch.compiler.is_compiling() or (
-        forward_ad._current_level < 0 and _functorch.peek_interpreter_stack() is None
-    ):
-        return
-    # Only the innermost transform shows its tangents; what an outer jvp has wrapped may have one.
-    outer_jvps = {
-        transform.level()
-        for transform in (_functorch.get_interpreter_stack() or [])[:-1]
-        if transform.key() == _functorch.TransformType.Jvp
-    }
-    for name, tensor in (("weight", weight), ("per_sample_weights", per_sample_weights)):
-        if tensor is None:
-            continue
-        forward = forward_ad.unpack_dual(tensor).tangent is not None
-        reverse = False
-        while _functorch.is_functorch_wrapped_tensor(tensor):  # once for each transform
-            if _functorch.is_gradtrackingtensor(tensor):
-                forward = forward or _functorch.maybe_get_level(tensor) in outer_jvps
-                reverse = reverse or tensor.requires_grad
-            tensor = _functorch.get_unwrapped(tensor)
-        if forward:
-            raise NotImplementedError(
-                f"{op}: {name} has a tangent, but forward-mode AD (torch.func.jvp, jacfwd, "
-                "make_dual) is not supported; torch.autograd.functional.jvp works, in reverse mode"
-            )
-        if reverse:
-            raise NotImplementedError(
-                f"{op}: {name} is differentiated by torch.func (grad, vjp, jacrev), which is not "
-                "supported; use torch.autograd.grad, with torch.func.functional_call for other "
-                "parameters"
-            )
 
 
 def check_mode(op: str, mode: str, scale_grad_by_freq: bool) -> None:

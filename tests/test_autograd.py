@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -208,6 +207,17 @@ def test_gradients_accumulate(dtype: torch.dtype, sparse: bool, kind: type) -> N
     torch.testing.assert_close(grad[:, 0] * scale, torch.tensor([1.0, 3, 0, 0, 2, 0]))
 
 
+@pytest.mark.parametrize("kind", [fnn.Embedding, fnn.EmbeddingBag])
+def test_gradients_accumulate_onto_one_of_no_rows(kind: type) -> None:
+    """Of a batch that is all padding, or empty: torch puts the next one into its memory."""
+    for nothing in ([[0, 0]], [[]]):
+        module = kind(4, 3, padding_idx=0, sparse=True)
+        for ids in (nothing, [[1, 2]], nothing, [[2, 3]]):
+            module(torch.tensor(ids, dtype=torch.int64)).sum().backward()
+        share = 1 if kind is fnn.Embedding else 0.5  # of a mean
+        assert module.weight.grad.to_dense()[:, 0].tolist() == [0, share, 2 * share, share]
+
+
 @pytest.mark.parametrize("sparse", [False, True])
 def test_rows_that_no_bag_names(sparse: bool) -> None:
     bag = fnn.EmbeddingBag(4, 2, mode="sum", sparse=sparse, padding_idx=1)
@@ -317,87 +327,3 @@ def test_sparse_gradients_on_meta() -> None:
         grad = module.weight.grad
         assert (grad.is_meta, grad.layout, grad.shape) == (True, torch.sparse_coo, (50, 2))
         assert grad._values().shape == (6, 2)
-
-
-# ---- other kinds of differentiation --------------------------------------------------------------
-
-
-ONES = torch.ones(4, 3)
-lookups = pytest.mark.parametrize(
-    ("name", "lookup", "x"),
-    [
-        ("embedding: weight", lambda x: F.embedding(IDS, x), torch.ones(4, 3)),
-        ("embedding_bag: weight", lambda x: F.embedding_bag(IDS, x, OFFSETS), torch.ones(4, 3)),
-        (
-            "embedding_bag: per_sample_weights",
-            lambda x: F.embedding_bag(IDS[None], ONES, per_sample_weights=x),
-            torch.ones(1, 5),
-        ),
-    ],
-    ids=["embedding", "embedding_bag", "per_sample_weights"],
-)
-
-
-@lookups
-def test_forward_mode_is_refused(name: str, lookup: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    """Else its tangents would be zero."""
-    y = torch.ones(3)
-
-    def dual(x: Tensor) -> Tensor:
-        with torch.autograd.forward_ad.dual_level():
-            return lookup(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
-
-    def around_grad(x: Tensor) -> Tensor:
-        return torch.func.grad(lambda y: (lookup(x) * y).sum())(y)
-
-    def around_jvp(x: Tensor) -> Tensor:
-        return torch.func.jvp(lambda y: lookup(x) * y, (y,), (y,))[1]
-
-    for call in (
-        lambda: dual(x),
-        lambda: dual(x.clone().requires_grad_()),
-        lambda: torch.func.jvp(lookup, (x,), (x,)),
-        lambda: torch.func.jacfwd(lookup)(x),
-        lambda: torch.func.jvp(around_grad, (x,), (x,)),
-        lambda: torch.func.jvp(around_jvp, (x,), (x,)),
-    ):
-        with pytest.raises(NotImplementedError, match=f"^{name} has a tangent, .* forward-mode"):
-            call()
-    # What the message names instead.
-    output, tangent = torch.autograd.functional.jvp(lookup, x, x)
-    torch.testing.assert_close(tangent, output)  # linear
-
-
-@lookups
-def test_functional_gradients_are_refused(
-    name: str, lookup: Callable[[Tensor], Tensor], x: Tensor
-) -> None:
-    def total(x: Tensor) -> Tensor:
-        return lookup(x).sum()
-
-    def vmapped(x: Tensor) -> Tensor:
-        return torch.vmap(lambda y: lookup(x) * y)(torch.ones(2)).sum()
-
-    for call in (
-        lambda: torch.func.grad(total)(x),
-        lambda: torch.func.vjp(lookup, x),
-        lambda: torch.func.jacrev(lookup)(x),
-        lambda: torch.func.grad(vmapped)(x),
-        lambda: torch.vmap(torch.func.grad(total))(torch.stack([x, x])),
-    ):
-        with pytest.raises(NotImplementedError, match=f"^{name} is differentiated by torch.func"):
-            call()
-
-
-def test_transforms_of_something_else() -> None:
-    """A lookup is a constant to them."""
-    weight, ids, x = table(torch.float32).detach(), IDS[:4].reshape(2, 2), torch.ones(3)
-    expected = F.embedding_bag(ids, weight)
-    each = torch.vmap(lambda row: F.embedding_bag(row[None], weight)[0])(ids)
-    assert torch.equal(each, expected)
-    both = torch.vmap(F.embedding_bag, (None, 0))(ids, torch.stack([weight, weight * 2]))
-    torch.testing.assert_close(both, torch.stack([expected, expected * 2]))
-    got = torch.func.grad(lambda x: (F.embedding_bag(ids, weight) * x).sum())(x)
-    torch.testing.assert_close(got, expected.sum(0))
-    _, got = torch.func.jvp(lambda x: F.embedding_bag(ids, weight) * x, (x,), (x,))
-    assert torch.equal(got, expected)

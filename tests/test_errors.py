@@ -363,6 +363,30 @@ def test_buffers_refilled_before_the_backward(mode: str) -> None:
         output.sum().backward()
 
 
+@pytest.mark.parametrize("sparse", [False, True, "fused"])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_buffers_refilled_behind_the_back_of_autograd(mode: str, sparse: Any) -> None:
+    """By NumPy, DLPack or ``.data``. The backward reads what is there, and no other memory."""
+    for bad, text in ((2**40, "is greater than the number of indices, 3"), (-1, "is less than")):
+        offsets = torch.tensor([0, 2])
+        bag = fnn.EmbeddingBag(4, 2, mode=mode, sparse=sparse)
+        output = bag(torch.tensor([0, 1, 2]), offsets)
+        offsets.data[1] = bad
+        with pytest.raises(ValueError, match=rf"offsets\[1\] = {bad} {text}"):
+            output.sum().backward()
+        assert bag.weight.grad is None
+    for bad in (2**40, -1):
+        ids = torch.tensor([0, 1, 2])
+        bag = fnn.EmbeddingBag(4, 2, mode=mode, sparse=bool(sparse))
+        output = bag(ids, torch.tensor([0, 2]))
+        ids.data[1] = bad
+        try:
+            output.sum().backward()
+        except IndexError:
+            continue
+        assert bag.weight.grad.to_dense()[1].tolist() == [0, 0]
+
+
 def test_weights_changed_before_the_backward() -> None:
     bag, samples = fnn.EmbeddingBag(4, 2, mode="sum"), torch.ones(1, 3)
     output = bag(torch.tensor([[0, 1, 2]]), per_sample_weights=samples)

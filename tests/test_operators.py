@@ -270,6 +270,19 @@ def test_empty_2d(backend: Backend, shape: tuple[int, int], mode: str) -> None:
     check_backward(backend, case, dense=False)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_results_are_no_views(backend: Backend, dtype: torch.dtype) -> None:
+    """Autograd refuses to have a view that a custom function returns changed in place."""
+    weight = torch.ones(4, 3, dtype=dtype, device=backend.device)
+    indices = torch.tensor([[0, 1], [2, 3]], device=backend.device)
+    rest = (False, False, torch.float32, "")
+    for ids in (indices, indices[0, 0]):
+        assert not backend.ops.embedding(weight, ids, -1, *rest)._is_view()
+    for mode in ("sum", "mean", "max"):
+        results = backend.ops.embedding_bag(weight, indices, None, None, mode, -1, False, *rest)
+        assert not any(result._is_view() for result in results)
+
+
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_nothing_behind_the_last_offset_counts(backend: Backend, mode: str) -> None:
     weight = torch.tensor([[1.0, 2], [4, 3], [5, 9], [8, 7]])

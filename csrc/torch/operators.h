@@ -105,6 +105,7 @@ struct Operators {
     const std::string op = "embedding_bag_backward";
     Backend backend(op, grad_output, "");
     const BagTensors tensors(op, indices, offsets, num_embeddings, padding_idx, include_last_offset);
+    backend.check_offsets(tensors.bags);  // someone may have written to them since the forward
     const int64_t n = tensors.bags.num_indices;
     require(grad_dtype == ScalarType::Float || grad_dtype == ScalarType::Double, op,
             "grad_dtype must be float32 or float64");
@@ -150,6 +151,7 @@ struct Operators {
     const std::string op = "bag_terms";
     Backend backend(op, indices, "");
     const BagTensors tensors(op, indices, offsets, num_embeddings, padding_idx, include_last_offset);
+    backend.check_offsets(tensors.bags);  // someone may have written to them since the forward
     const int64_t n = tensors.bags.num_indices;
     require(order.scalar_type() == ScalarType::Int && order.numel() == n && order.is_contiguous(), op,
             "order must be what group_indices made of these indices");

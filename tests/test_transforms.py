@@ -1,0 +1,160 @@
+"""Lookups under `torch.func` and forward-mode AD, against what reverse mode makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp
+from torch.testing import assert_close
+
+from fastemb import functional as F
+
+IDS = torch.tensor([2, 0, 2, 1, 3])
+OFFSETS = torch.tensor([0, 3, 3])  # the second bag is empty
+PAIRS = IDS[:4].reshape(2, 2)
+# No two entries are equal, so that a maximum has one winner.
+TABLE = torch.tensor([[0.5, -2, 1], [1.5, 3, -1], [-0.5, 2, 2.5], [4, -3, 0.25]]).double()
+
+lookups = pytest.mark.parametrize(
+    ("lookup", "x"),
+    [
+        pytest.param(lambda x: F.embedding(PAIRS, x, 1), TABLE, id="embedding"),
+        *[
+            pytest.param(
+                lambda x, mode=mode: F.embedding_bag(
+                    IDS, x, OFFSETS, mode=mode, padding_idx=3, include_last_offset=mode == "sum"
+                ),
+                TABLE,
+                id=f"{mode}-offsets",
+            )
+            for mode in ("sum", "mean", "max")
+        ],
+        *[
+            pytest.param(
+                lambda x, mode=mode: F.embedding_bag(PAIRS, x, mode=mode, padding_idx=2),
+                TABLE,
+                id=f"{mode}-2d",
+            )
+            for mode in ("sum", "mean", "max")
+        ],
+        pytest.param(
+            lambda x: F.embedding_bag(IDS, TABLE, OFFSETS, mode="mean", per_sample_weights=x),
+            torch.linspace(-1, 2, 5).double(),
+            id="per_sample_weights",
+        ),
+    ],
+)
+
+
+@lookups
+def test_derivatives(lookup: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    expected = torch.autograd.functional.jacobian(lookup, x)
+    assert_close(jacrev(lookup)(x), expected)
+    assert_close(jacfwd(lookup)(x), expected)
+    output, tangent = jvp(lookup, (x,), (x,))
+    assert_close(output, lookup(x))
+    with torch.autograd.forward_ad.dual_level():
+        dual = lookup(torch.autograd.forward_ad.make_dual(x, x))
+        assert_close(torch.autograd.forward_ad.unpack_dual(dual).tangent, tangent)
+    output, backward = vjp(lookup, x)
+    assert_close(backward(output)[0], grad(lambda x: lookup(x).square().sum() / 2)(x))
+
+
+@lookups
+def test_second_derivatives(lookup: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    def cubes(x: Tensor) -> Tensor:
+        return lookup(x).pow(3).sum()
+
+    expected = torch.autograd.functional.hessian(cubes, x)
+    assert bool(expected.any())
+    assert_close(hessian(cubes)(x), expected)
+    assert_close(jacrev(grad(cubes))(x), expected)
+
+
+@pytest.mark.parametrize("offsets", [None, OFFSETS])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max", None])
+def test_gradients_of_each_example(mode: str | None, offsets: Tensor | None) -> None:
+    def loss(weight: Tensor, ids: Tensor) -> Tensor:
+        if mode is None:
+            return F.embedding(ids, weight, 2).square().sum()
+        bags = F.embedding_bag(ids, weight, offsets, mode=mode, padding_idx=2)
+        return bags.square().sum()
+
+    ids = torch.stack([IDS, IDS.flip(0)])
+    ids = ids if offsets is not None else ids[:, :4].reshape(2, 2, 2)
+    tables = torch.stack([TABLE, TABLE * 2])
+    for dims, given in (((None, 0), TABLE), ((0, 0), tables)):
+        got = torch.vmap(grad(loss), dims)(given, ids)
+        each = [given, given] if dims[0] is None else list(given)
+        assert_close(got, torch.stack([grad(loss)(w, i) for w, i in zip(each, ids, strict=True)]))
+    total = grad(lambda weight: torch.vmap(loss, (None, 0))(weight, ids).sum())(TABLE)
+    assert_close(total, torch.vmap(grad(loss), (None, 0))(TABLE, ids).sum(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_are_kept_in_fp32(dtype: torch.dtype) -> None:
+    ids = torch.zeros(4096, 1, dtype=torch.int64)
+    for lookup in (F.embedding, F.embedding_bag):
+        got = grad(lambda weight: lookup(ids, weight).sum())(torch.ones(2, 3, dtype=dtype))  # noqa: B023
+        assert got.dtype == dtype
+        assert got.tolist() == [[4096] * 3, [0] * 3]
+
+
+def test_frequency_divides_each_row_by_its_own_count() -> None:
+    def total(weight: Tensor) -> Tensor:
+        return F.embedding(IDS, weight, scale_grad_by_freq=True).sum()
+
+    assert grad(total)(TABLE)[:, 0].tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "arguments"),
+    [
+        (IndexError, "index 9 at position 1 is out of range for table 'user'", ([0, 9], [0])),
+        (IndexError, "index -1 at position 0 is out of range for table 'user'", ([-1, 2], [0])),
+        (
+            ValueError,
+            r"offsets\[1\] = 3 is greater than the number of indices, 2",
+            ([0, 1], [0, 3]),
+        ),
+        (ValueError, r"offsets\[2\] = 1 is less than offsets\[1\] = 2", ([0, 1], [0, 2, 1])),
+    ],
+)
+def test_errors_are_the_usual_ones(kind: type[Exception], text: str, arguments: Any) -> None:
+    ids, offsets = (torch.tensor(x) for x in arguments)
+    for mode in ("sum", "max"):
+        with pytest.raises(kind, match=text):
+            grad(
+                lambda w: F.embedding_bag(ids, w, offsets, mode=mode, table="user").sum()  # noqa: B023
+            )(TABLE)
+    if kind is IndexError:
+        with pytest.raises(kind, match=text):
+            grad(lambda w: F.embedding(ids, w, table="user").sum())(TABLE)
+        with pytest.raises(kind):  # torch's own: the values are hidden
+            torch.vmap(grad(lambda w, i: F.embedding(i, w).sum()), (None, 0))(TABLE, ids[None])
+
+
+def test_offsets_of_each_example_are_refused() -> None:
+    def loss(weight: Tensor, offsets: Tensor) -> Tensor:
+        return F.embedding_bag(IDS, weight, offsets).sum()
+
+    with pytest.raises(NotImplementedError, match="offsets must not differ between the examples"):
+        torch.vmap(grad(loss), (None, 0))(TABLE, OFFSETS[None])
+
+
+def test_transforms_of_something_else() -> None:
+    """A lookup is a constant to them."""
+    weight, x = TABLE.float(), torch.ones(3)
+    expected = F.embedding_bag(PAIRS, weight)
+    each = torch.vmap(lambda row: F.embedding_bag(row[None], weight)[0])(PAIRS)
+    assert torch.equal(each, expected)
+    both = torch.vmap(F.embedding_bag, (None, 0))(PAIRS, torch.stack([weight, weight * 2]))
+    assert_close(both, torch.stack([expected, expected * 2]))
+    got = grad(lambda x: (F.embedding_bag(PAIRS, weight) * x).sum())(x)
+    assert_close(got, expected.sum(0))
+    _, got = jvp(lambda x: F.embedding_bag(PAIRS, weight) * x, (x,), (x,))
+    assert torch.equal(got, expected)
