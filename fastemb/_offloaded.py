@@ -63,6 +63,9 @@ class OffloadedTable(Protocol):
     @property
     def cache(self) -> Mapping[str, Tensor]: ...
 
+    def has_states_of_another(self, optimizer: object) -> bool:
+        """Whether the records hold what another optimizer, still there, has made steps with."""
+
     def bind(self, optimizer: object, states: Sequence[RowState]) -> None:
         """Make room for the states in the records; nothing happens where they have it.
 

@@ -24,6 +24,8 @@ from offload_cases import (  # noqa: F401
     new_engine,
     saved,
     timed,
+    train,
+    trained,
 )
 from optim_cases import bits
 
@@ -285,3 +287,16 @@ def test_file_tables(tmp_path: Any) -> None:
     case = Case((TableCase(rows=40), TableCase(bag=False)), steps=8)
     assert_same_training(case, storage=tmp_path)
     assert_same_training(replace(case, dtype=torch.float16), storage=tmp_path / "half")
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_the_default_device_does_not_matter(prefetch: bool) -> None:
+    case = Case()
+    data = case.batches()
+    engine = new_engine(cache=18)
+    model, optimizer = build(case, engine)
+    with torch.device("meta"):
+        seen = train(case, model, optimizer, engine.prefetch(data, ids_of) if prefetch else data)
+        engine.flush()
+        found = (seen, *saved(model, optimizer))
+    assert found == trained(case, None, batches=data)

@@ -26,6 +26,7 @@ from offload_cases import (  # noqa: F401
 from offload_cases import train as train_case
 from optim_cases import bits
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastemb
 from fastemb import offload
@@ -350,7 +351,8 @@ def test_arguments_that_do_not_go_together_are_refused() -> None:
 
 def test_names_are_unique_in_an_engine() -> None:
     engine = new_engine(cache=60)
-    fastemb.convert(plain(), offload=engine)
+    first = plain()
+    fastemb.convert(first, offload=engine)
     other = plain()
     before = frozen(other)
     with raises(ValueError, "there is a table 'tables.0' already"):
@@ -360,6 +362,36 @@ def test_names_are_unique_in_an_engine() -> None:
     with raises(RuntimeError, "closed"):
         fastemb.convert(other, offload=engine)
     assert frozen(other) == before
+
+
+def test_the_name_of_a_table_whose_module_is_gone_is_free(tmp_path: Any) -> None:
+    engine = new_engine(cache=8)
+    for rows in (9, 12):
+        module = nn.Sequential(nn.Embedding(rows, 4))
+        expected = module[0].weight.detach()[:8].clone()
+        fastemb.convert(module, offload=engine)
+        assert bits(module(torch.arange(8))) == bits(expected)
+        del module
+    engine = new_engine(cache=8, storage=tmp_path)
+    module = nn.Embedding(9, 4)
+    fastemb.convert(module, offload=engine)
+    del module  # its file is there to be read
+    with raises(ValueError, "there is a table 'embedding' already"):
+        fastemb.convert(nn.Embedding(9, 4), offload=engine)
+
+
+def test_traces_and_fake_tensors_are_refused_before_the_first_use() -> None:
+    """Nothing of a table is made from what they make of its shape."""
+    module = nn.Embedding(9, 4)
+    expected = bits(module.weight[:8])
+    fastemb.convert(module, offload=new_engine(cache=8))
+    ids = torch.arange(8)
+    refused = "'embedding' is offloaded and cannot be looked up in a trace"
+    with raises(RuntimeError, refused):
+        torch.jit.trace(module, ids)
+    with FakeTensorMode(allow_non_fake_inputs=True), raises(RuntimeError, refused):
+        module(ids)
+    assert bits(module(ids)) == expected
 
 
 def test_gradients_that_wait_are_not_lost() -> None:
@@ -421,49 +453,6 @@ def test_a_gradient_of_the_whole_weight_is_refused() -> None:
     optimizer.zero_grad()
     assert saved(model, optimizer) == before
     train_case(case, model, optimizer, data)
-
-
-def test_an_optimizer_takes_over_from_one_that_has_made_steps() -> None:
-    case = Case()
-    data = case.batches()
-
-    def run(engine: OffloadEngine | None) -> tuple[Any, Any, Any]:
-        model, first = build(case, engine)
-        train_case(case, model, first, data)
-        second = fastemb.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-        train_case(case, model, second, data)
-        return saved(model, second), model, first
-
-    offloaded, model, first = run(new_engine(cache=18))
-    assert offloaded == run(None)[0]
-    with raises(RuntimeError, "'t0': another optimizer was made for it", "this Adam"):
-        train_case(case, model, first, data)
-
-
-def test_of_two_optimizers_the_one_that_makes_steps_trains() -> None:
-    case = Case()
-    data = case.batches()
-    model, first = build(case, new_engine(cache=18))
-    fastemb.optim.SGD(model.parameters(), lr=0.1)
-    train_case(case, model, first, data)
-    alone, optimizer = build(case, None)
-    train_case(case, alone, optimizer, data)
-    assert saved(model, first) == saved(alone, optimizer)
-
-
-def test_an_optimizer_may_follow_one_that_is_gone() -> None:
-    case = Case()
-    data = case.batches()
-
-    def run(engine: OffloadEngine | None) -> Any:
-        model, optimizer = build(case, engine)
-        train_case(case, model, optimizer, data)
-        del optimizer
-        optimizer = fastemb.optim.Adam(model.parameters(), lr=0.05, lazy="rows", amsgrad=True)
-        train_case(case, model, optimizer, data)
-        return saved(model, optimizer)
-
-    assert run(new_engine(cache=18)) == run(None)
 
 
 def test_optimizers_and_scalers_of_torch_are_refused_by_name() -> None:

@@ -499,7 +499,7 @@ def test_interrupted_change_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None
         lambda: slots.drop(ids(0)),
         slots.dirty,
     ):
-        with pytest.raises(RuntimeError, match="must be cleared"):
+        with pytest.raises(RuntimeError, match="newer values in it are lost"):
             call()
     slots.clear()
     assert len(slots.plan(ids(0, 1, 2)).missing) == 3

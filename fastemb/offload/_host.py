@@ -59,7 +59,7 @@ class HostTable:
         self.optimizer_step = header.optimizer_step
         self.records = records
         self.fields = self.layout.views(records)
-        self.versions = torch.full((self.num_rows,), version, dtype=torch.int32)
+        self.versions = torch.full((self.num_rows,), version, dtype=torch.int32, device="cpu")
         self.torn: list[int] = []
         self._headers = self.layout.headers(records)
         self._memory: _mapping.Mapping | None = memory
@@ -254,7 +254,8 @@ class HostTable:
                 raise ValueError(
                     f"{where}: values[{name!r}] must have shape {wanted}, got {list(value.shape)}"
                 )
-        buffer = torch.zeros(len(rows), self.layout.record_bytes, dtype=torch.uint8)
+        size = len(rows), self.layout.record_bytes
+        buffer = torch.zeros(size, dtype=torch.uint8, device="cpu")
         views = self.layout.views(buffer)
         for name, value in values.items():
             views[name].copy_(value)
@@ -345,7 +346,7 @@ class HostTable:
             return
         self._memory.unpin()
         self._memory = None
-        self.records = torch.empty(0, self.layout.record_bytes, dtype=torch.uint8)
+        self.records = self.records.new_empty(0, self.layout.record_bytes)
         self._headers = self.layout.headers(self.records)
         self.fields = self.layout.views(self.records)
         if self._file is not None:
@@ -373,7 +374,7 @@ class HostTable:
         self._memory.read_ahead(True)
         try:
             for begin in range(0, self.num_rows, size):
-                yield torch.arange(begin, min(begin + size, self.num_rows))
+                yield torch.arange(begin, min(begin + size, self.num_rows), device="cpu")
         finally:
             self._memory.read_ahead(False)
 
@@ -382,7 +383,7 @@ class HostTable:
         headers, pieces = self.layout.headers(records), [self.layout.payload(records)]
         stored = headers[: len(rows)] if at is None else headers[at]
         versions = torch.where(versions == UNKNOWN, stored[:, 1], versions)
-        found = torch.tensor([0, len(rows)])
+        found = torch.tensor([0, len(rows)], device="cpu")
         torch.ops.fastemb.checksum_check_(headers, pieces, at, rows, versions, self.seed, found)
         if not found[0]:
             return rows.new_empty(0)
@@ -408,7 +409,7 @@ class HostTable:
             at = self._wrong(self.records, chunk, chunk, self.expected(chunk))
             self.torn += chunk[at].tolist()
         # Their versions may be anything: they count from 0 again.
-        self.versions[torch.tensor(self.torn, dtype=torch.int64)] = 0
+        self.versions[torch.tensor(self.torn, dtype=torch.int64, device="cpu")] = 0
         shown = ", ".join(map(str, self.torn[:_NAMED])) + (", ..." * (len(self.torn) > _NAMED))
         named = f"rows {shown} are" if len(self.torn) > 1 else f"row {shown} is"
         found = named if self.torn else "none is"

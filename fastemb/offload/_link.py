@@ -307,7 +307,7 @@ class Link:
     def _new(self, chunks: int) -> Transfer:
         seed = self._seed
         self._seed += chunks
-        sent = torch.zeros(chunks, dtype=torch.int64)
+        sent = torch.zeros(chunks, dtype=torch.int64, device="cpu")
         arrived = _mapping.buffer(chunks, torch.int64, self.device)
         return Transfer(seed, sent, arrived, [self._checks(seed + k) for k in range(chunks)])
 

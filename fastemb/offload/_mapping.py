@@ -85,10 +85,10 @@ def buffer(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[elements] zeros on the host, for copies from and to ``device`` that nobody waits for."""
     if device.type == "cuda":
         try:
-            return torch.zeros(elements, dtype=dtype, pin_memory=True)
+            return torch.zeros(elements, dtype=dtype, device="cpu", pin_memory=True)
         except RuntimeError as error:
             _warn_of_pageable(str(error))
-    return torch.zeros(elements, dtype=dtype)
+    return torch.zeros(elements, dtype=dtype, device="cpu")
 
 
 @cache

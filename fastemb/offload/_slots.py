@@ -299,8 +299,8 @@ class SlotMap:
     def _check_whole(self) -> None:
         if self._torn:
             raise RuntimeError(
-                f"table {self.table!r}: the cache was interrupted while its slots changed hands "
-                "and must be cleared"
+                f"table {self.table!r}: the cache was interrupted while its slots changed hands, "
+                "so newer values in it are lost; engine.load_state_dict() goes on from a checkpoint"
             )
 
     def _check_rows(self, rows: Tensor) -> None:

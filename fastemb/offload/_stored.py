@@ -31,10 +31,10 @@ class HeldRows:
     """Rows that stay in their slots as long as this object lives."""
 
     def __init__(self, table: StoredTable, rows: Tensor, slots: Tensor) -> None:
-        self.table = table
-        self.rows = rows
-        self.slots = slots
         self.map = table.slots
+        self.slots = slots
+        self.rows = rows
+        self.table = table
         self.delivered: Event | None = None  # when the last of them, and all before it, has come
         self.mended = table.mended
 
@@ -54,7 +54,8 @@ class HeldRows:
 
     def __del__(self) -> None:
         # On whatever thread the last reference goes; the planner comes by.
-        self.table.released.append((self.map, self.slots))
+        if hasattr(self, "table"):  # an interrupt can come before it has
+            self.table.released.append((self.map, self.slots))
 
 
 class StoredTable:
@@ -224,21 +225,20 @@ class StoredTable:
         self.headers = torch.zeros(self.num_slots, 2, dtype=torch.int64, device=self.device)
         self._slot_of_current = torch.full((rows,), -1, dtype=torch.int32, device=self.device)
         self.engine.transfers.share(self.headers)
-        self._make_cache()
+        self.cache = self._cache_of(self.host.layout)
         self.leaf = nn.Parameter(self.cache["weight"], self.weight.requires_grad)
         keep_full_gradients(self.leaf)
         self.engine.transfers.make_room(self.host.layout.record_bytes)
         self._opened = True
 
-    def _make_cache(self) -> None:
-        old = self.cache
-        self.cache = {
-            name: old.get(name, array)
-            for name, array in self.host.layout.slots(self.num_slots, self.device).items()
-        }
-        for array in self.cache.values():
+    def _cache_of(self, layout: RecordLayout) -> dict[str, Tensor]:
+        """Arrays for its fields: those that there are, and new ones."""
+        arrays = layout.slots(self.num_slots, self.device)
+        cache = {name: self.cache.get(name, array) for name, array in arrays.items()}
+        for array in cache.values():
             advise_huge_pages(array)
             self.engine.transfers.share(array)
+        return cache
 
     # ---- for optimizers ----
 
@@ -247,38 +247,52 @@ class StoredTable:
             raise RuntimeError(f"table {self.name!r} is closed, as its OffloadEngine is")
         if optimizer in self._retired:
             raise RuntimeError(
-                f"table {self.name!r}: another optimizer was made for it since, and its states "
+                f"table {self.name!r}: another optimizer has trained it since, and its states "
                 f"have begun anew; this {type(optimizer).__name__} can no longer train it"
             )
         if self._opened:
             self.settle()  # a step must see what was written since the lookup
-        owner = None if self._optimizer is None else self._optimizer()
-        wanted = tuple(states)
+        owner, wanted = self._owner(), tuple(states)
         if owner is optimizer and wanted == self._states:
             return
-        if owner is not None and owner is not optimizer and self._step is not None:
-            self._retired.add(owner)
-        old = self._states
-        if not self._opened or (_signature(wanted) == _signature(old) and owner is optimizer):
+        taken = self.has_states_of_another(optimizer)
+        if not self._opened:
             self._states = wanted
         else:
-            self.flush()
-            self._states = wanted
-            if _signature(wanted) != _signature(old):
-                self._rebuild()
+            if owner is not optimizer or _signature(wanted) != _signature(self._states):
+                self.flush()
+            self._make_room(wanted)
             if owner is not optimizer and self._step is not None:
                 self._begin_states()
+        if taken:
+            self._retired.add(owner)
         self._optimizer = weakref.ref(optimizer)
+
+    def has_states_of_another(self, optimizer: object) -> bool:
+        return self._step is not None and self._owner() not in (None, optimizer)
+
+    def _owner(self) -> object | None:
+        return None if self._optimizer is None else self._optimizer()
 
     def begin_anew(self) -> None:
         if self._step is not None:
             self.flush()
             self._begin_states()
 
-    def _rebuild(self) -> None:
-        self.host = self.host.rebuilt(self.layout())
+    def _make_room(self, states: tuple[RowState, ...]) -> None:
+        """Have the records hold ``states``. Where that fails all is as it was."""
+        before, self._states = self._states, states
+        if _signature(states) == _signature(before):
+            return
+        try:
+            layout = self.layout()
+            cache = self._cache_of(layout)
+            self.host = self.host.rebuilt(layout)
+        except BaseException:
+            self._states = before
+            raise
+        self.cache = cache
         self._point_weight()
-        self._make_cache()
         self.engine.transfers.make_room(self.host.layout.record_bytes)
         self._refresh()
 
@@ -524,7 +538,7 @@ class StoredTable:
         self.engine.drain()
         written = self.host.verify()
         if written:
-            rows = torch.tensor(written)
+            rows = torch.tensor(written, device="cpu")
             found = self.host.layout.headers(self.host.records)[rows, 1]
             stale = rows[found != self.host.expected(rows)]
             if len(stale):
@@ -534,7 +548,7 @@ class StoredTable:
                     "engine.load_state_dict() replaces them",
                 )
             slots = self.slots.slot_of[rows].long()
-            dirty = torch.zeros(self.num_slots, dtype=torch.bool)
+            dirty = torch.zeros(self.num_slots, dtype=torch.bool, device="cpu")
             dirty[self.slots.dirty()] = True
             lost = rows[(slots >= 0) & dirty[slots.clamp(min=0)]]
             if len(lost):

@@ -139,7 +139,7 @@ class Table(StoredTable):
             except BaseException:
                 del held  # whoever keeps the traceback must not keep the slots
                 raise
-            slots = torch.empty(len(order), dtype=torch.int32)
+            slots = order.new_empty(len(order))
             slots[order.long()] = held.slots.int().repeat_interleave(counts)
             slots = slots.view(ids.shape).to(self.device)
         else:

@@ -365,11 +365,11 @@ class Transfers:
         chosen = self._chosen(len(rows))
         if chosen is None:
             return
-        at = torch.arange(len(rows)) if at is None else at
+        at = torch.arange(len(rows), device="cpu") if at is None else at
         at, rows, versions = (numbers[chosen].contiguous() for numbers in (at, rows, versions))
         layout, seed = table.host.layout, table.host.seed
         headers, pieces = layout.headers(records), [layout.payload(records)]
-        found = torch.tensor([0, len(rows)])
+        found = torch.tensor([0, len(rows)], device="cpu")
         _ops.checksum_check_(headers, pieces, at, rows, versions, seed, found)
         self._count(checks=len(rows))
         if int(found[0]):
@@ -378,8 +378,10 @@ class Transfers:
             bad = (there[:, 0] != sums) | (there[:, 1] != versions)
             bad[int(found[1])] = True  # also where it is right by now: bytes may come late
             raise _integrity_error(
-                table, rows[bad], step, direction, there[:, 1][bad], versions[bad]
-            )
+                table, rows[bad], step, direction, there[:, 1][bad], versions[bad],
+                "; newer values of these rows were to be stored and are lost, and "
+                "engine.load_state_dict() goes on from a checkpoint",
+            )  # fmt: skip
 
     # ---- what both have in common ----
 
@@ -476,6 +478,7 @@ def _integrity_error(
     direction: Direction,
     versions: Tensor,
     wanted: Tensor,
+    then: str = "",
 ) -> IntegrityError:
     stale = torch.where(versions != wanted)[0].tolist()
     what = "the checksum is wrong"
@@ -485,4 +488,4 @@ def _integrity_error(
             f"not what was sent: row {int(rows[k])} has version {int(versions[k])} and should have "
             f"{int(wanted[k])}"
         )
-    return IntegrityError(table.name, rows.tolist(), step, direction, what)
+    return IntegrityError(table.name, rows.tolist(), step, direction, what + then)

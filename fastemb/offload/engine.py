@@ -251,8 +251,14 @@ class OffloadEngine:
         return host.fields["weight"], resumed
 
     def _check_new(self, name: str) -> None:
-        if name in self.tables:
+        known = self.tables.get(name)
+        if known is None:
+            return
+        if known._weight() is not None or self._storage is not None:
             raise ValueError(f"OffloadEngine: there is a table {name!r} already")
+        # Its module is gone, and nobody can read it any more.
+        self.drain(raising=False)
+        self.tables.pop(name).close()
 
     def _existing(self, name: str) -> HostTable | None:
         path = self._path(name)
@@ -353,7 +359,7 @@ class OffloadEngine:
                 for field, view in table.host.fields.items()
             }
             if len(table.host.fields) > 1:
-                result[name]["step"] = torch.tensor(table.optimizer_step)
+                result[name]["step"] = torch.tensor(table.optimizer_step, device="cpu")
         return result
 
     @torch.no_grad()

@@ -47,6 +47,11 @@ class OffloadedModule(TableModule):
                 f"{op}: the weight of table {self.table!r} has hooks, but an offloaded table has "
                 "no gradient to call them with; remove them"
             )
+        if torch._C._get_tracing_state() is not None or type(torch.empty(0)) is not Tensor:
+            raise RuntimeError(
+                f"{op}: table {self.table!r} is offloaded and cannot be looked up in a trace, an "
+                "export or with fake tensors; fastemb.revert(model) first"
+            )
         if not isinstance(input, Tensor):
             raise TypeError(f"{op}: input must be a tensor, got {type(input).__name__}")
         if input.dtype not in (torch.int32, torch.int64):
@@ -87,9 +92,9 @@ class OffloadedModule(TableModule):
         if "_table" in vars(self):
             self._table.flush()
         # torch fills memory in blocks of 16 values, which may not be cut.
-        rows = max(1, _RESET_ELEMENTS // weight.shape[1]) * 16
+        rows = max(1, _RESET_ELEMENTS // max(1, weight.shape[1])) * 16
         for part in weight.split(rows):
-            values = torch.empty(part.shape, dtype=part.dtype)
+            values = part.new_empty(part.shape)
             part.copy_(init.normal_(values))
         self._fill_padding_idx_with_zero()  # type: ignore[operator]
         if "_table" in vars(self):
@@ -108,7 +113,7 @@ class OffloadedModule(TableModule):
         """
         weight = self._parameter()
         with torch.no_grad():
-            probe = fn(torch.zeros(1, dtype=weight.dtype))
+            probe = fn(torch.zeros(1, dtype=weight.dtype, device="cpu"))
         if probe.dtype != weight.dtype:
             raise RuntimeError(
                 f"{type(self).__name__}: table {self.table!r} is offloaded and stays "
