@@ -12,9 +12,9 @@ HEADER_BYTES = 16  # checksum and version, 8 bytes each
 _FIELD_ALIGNMENT = 8  # a word of the checksum
 _RECORD_ALIGNMENT = 16
 # Records of whole cache lines are gathered in two thirds of the time and scattered in half; that is
-# worth one part in so many of the memory.
+# worth one part in so many of the memory, and of what goes over the link.
 _LINE = 64
-_LINE_SHARE = 8
+_LINE_SHARE = 16
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class RecordLayout:
         fields: "weight" comes first.
         offsets: byte at which each field begins, a multiple of 8; what lies between is zero.
         record_bytes: size of a record: a multiple of 64 where that makes it longer by no more than
-            an eighth, else of 16.
+            a sixteenth, else of 16.
         gaps: bytes from where to where belong to no field.
     """
 

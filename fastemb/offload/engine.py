@@ -256,9 +256,8 @@ class OffloadEngine:
             return
         if known._weight() is not None or self._storage is not None:
             raise ValueError(f"OffloadEngine: there is a table {name!r} already")
-        # Its module is gone, and nobody can read it any more.
-        self.drain(raising=False)
-        self.tables.pop(name).close()
+        # Its module is gone and nobody can read it any more. What is under way still has it.
+        del self.tables[name]
 
     def _existing(self, name: str) -> HostTable | None:
         path = self._path(name)
