@@ -366,12 +366,15 @@ def test_names_are_unique_in_an_engine() -> None:
 
 def test_the_name_of_a_table_whose_module_is_gone_is_free(tmp_path: Any) -> None:
     engine = new_engine(cache=8)
-    for rows in (9, 12):
+    seeds = []
+    for rows in (9, 12, 15):
         module = nn.Sequential(nn.Embedding(rows, 4))
         expected = module[0].weight.detach()[:8].clone()
         fastemb.convert(module, offload=engine)
         assert bits(module(torch.arange(8))) == bits(expected)
+        seeds.append(engine.tables["0"].host.seed)
         del module
+    assert len(set(seeds)) == 3  # of the checksums
     engine = new_engine(cache=8, storage=tmp_path)
     module = nn.Embedding(9, 4)
     fastemb.convert(module, offload=engine)

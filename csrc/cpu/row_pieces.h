@@ -121,8 +121,8 @@ FE_FUNCTION Piece row_piece(const RowStep& p, int64_t k, int64_t used) {
 }
 
 // body(begin, end) over ranges of the `used` rows, each of `per_row` items, shared out to threads; at least `grain`
-// items for each. Rows that have to be summed first count as what they are sums of. `body` is called in
-// one place, so that it is inlined.
+// items for each. Rows that have to be summed first count as what they are sums of. `body` is called in one place, so
+// that it is inlined.
 template <typename Body>
 void share_out(const RowStep& p, int64_t used, int64_t per_row, int64_t grain, const Parallel& parallel,
                const Body& body) {

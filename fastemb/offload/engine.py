@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -166,6 +167,7 @@ class OffloadEngine:
         self._storage = None if storage is None else Path(storage)
         self._resume, self._recover = resume, recover
         self._seed = seed
+        self._seeds = count()
         # Of modules that are being made, and whether they are sealed.
         self._hosts: dict[str, tuple[HostTable, bool]] = {}
         self._waited = 0.0
@@ -282,7 +284,7 @@ class OffloadEngine:
 
     def _next_seed(self) -> int:
         """Tables have checksums of their own: records of one are none of another."""
-        return (self._seed * 1_000_003 + len(self.tables)) % 2**63
+        return (self._seed * 1_000_003 + next(self._seeds)) % 2**63
 
     def _slots_of(self, name: str, rows: int) -> int:
         size = self._cache
