@@ -445,9 +445,7 @@ def _row_gradient_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None
     grad_grad_output = grad_per_sample = None
     if ctx.needs_input_grad[0]:
         if ctx.mode == "max":
-            winners = winning_rows(indices, offsets, argmax)
-            picked = table.gather(0, winners.clamp(min=0))
-            grad_grad_output = torch.where(winners >= 0, picked, 0).to(grad_output.dtype)
+            grad_grad_output = winners(table, indices, offsets, argmax).to(grad_output.dtype)
         else:
             grad_grad_output = _ops.embedding_bag(
                 table,
@@ -475,8 +473,8 @@ def _row_gradient_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None
     return grad_grad_output, None, None, grad_per_sample, *[None] * 13
 
 
-def winning_rows(indices: Tensor, offsets: Tensor | None, argmax: Tensor) -> Tensor:
-    """Row number behind each entry of argmax, [num_bags, dim] int64, -1 in an empty bag."""
+def winners(table: Tensor, indices: Tensor, offsets: Tensor | None, argmax: Tensor) -> Tensor:
+    """Elements of the table that argmax names, [num_bags, dim], 0 in an empty bag."""
     num_bags = argmax.shape[0]
     if offsets is None:
         begin = torch.arange(num_bags, device=indices.device) * indices.shape[1]
@@ -484,9 +482,10 @@ def winning_rows(indices: Tensor, offsets: Tensor | None, argmax: Tensor) -> Ten
         begin = offsets[:num_bags].to(torch.int64)
     position = begin.unsqueeze(1) + argmax
     if indices.numel() == 0:
-        return torch.full_like(position, -1)
+        return table.new_zeros(argmax.shape)
     row = indices.reshape(-1)[position.clamp(min=0, max=indices.numel() - 1)].to(torch.int64)
-    return torch.where(argmax >= 0, row, -1)
+    there = argmax >= 0
+    return torch.where(there, table.gather(0, torch.where(there, row, 0)), 0)
 
 
 embedding_bag_backward = register_autograd(

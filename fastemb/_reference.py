@@ -31,15 +31,8 @@ class _Bags:
     ) -> None:
         flat = indices.reshape(-1).to(torch.int64)
         device = flat.device
-        if offsets is None:
-            num_bags, length = indices.shape
-            bounds = torch.arange(num_bags + 1, device=device) * length
-        else:
-            bounds = offsets.to(torch.int64)
-            if not include_last_offset:
-                bounds = torch.cat([bounds, bounds.new_tensor([flat.numel()])])
-            num_bags = bounds.numel() - 1
-            check_offsets(op, offsets, flat.numel())
+        bounds = bag_bounds(op, indices, offsets, include_last_offset)
+        num_bags = bounds.numel() - 1
         covered = flat[: int(bounds[-1])] if num_bags > 0 else flat[:0]
         check_indices(op, covered, num_embeddings, table)
         self.num_bags = num_bags
@@ -56,6 +49,20 @@ class _Bags:
     def sum(self, terms: Tensor) -> Tensor:
         """[num_bags, dim] sums of terms [positions, dim]."""
         return _segment_sum(terms, self.count)
+
+
+def bag_bounds(
+    op: str, indices: Tensor, offsets: Tensor | None, include_last_offset: bool
+) -> Tensor:
+    """[num_bags + 1] int64: bag b has the positions from bound b to the next; checks offsets."""
+    if offsets is None:
+        num_bags, length = indices.shape
+        return torch.arange(num_bags + 1, device=indices.device) * length
+    check_offsets(op, offsets, indices.numel())
+    bounds = offsets.to(torch.int64)
+    if include_last_offset:
+        return bounds
+    return torch.cat([bounds, bounds.new_tensor([indices.numel()])])
 
 
 def _segment_sum(terms: Tensor, lengths: Tensor) -> Tensor:

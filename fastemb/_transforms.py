@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as torch_functional
 
 from fastemb import _ops
-from fastemb._reference import accumulation_dtype, check_indices, check_offsets
+from fastemb._reference import accumulation_dtype, bag_bounds, check_indices
 
 
 def differentiates(*tensors: Tensor | None) -> bool:
@@ -92,17 +92,9 @@ def embedding_bag(
         _, argmax = torch.ops.fastemb.embedding_bag(
             weight.detach(), *arguments, False, False, output_dtype, table
         )
-        winners = _ops.winning_rows(indices, offsets, argmax)
-        picked = weight.gather(0, winners.clamp(min=0))
-        return torch.where(winners >= 0, picked, 0).to(output_dtype), None
+        return _ops.winners(weight, indices, offsets, argmax).to(output_dtype), None
 
-    if offsets is None:
-        lengths = torch.full((indices.shape[0],), indices.shape[1], device=indices.device)
-    else:
-        check_offsets(op, offsets, indices.numel())
-        end = offsets[-1:] if include_last_offset else offsets.new_tensor([indices.numel()])
-        starts = offsets[:-1] if include_last_offset else offsets
-        lengths = torch.diff(starts, append=end).to(torch.int64)
+    lengths = bag_bounds(op, indices, offsets, include_last_offset).diff()
     bags = torch.arange(lengths.numel(), device=indices.device)
     bag_of = torch.repeat_interleave(bags, lengths)
     covered = indices.reshape(-1)[: bag_of.numel()]

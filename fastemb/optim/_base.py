@@ -220,36 +220,24 @@ class RowOptimizer(StatefulOptimizer):
         group = self.param_groups[-1]
         try:
             for param in group["params"]:
-                table = _offloaded.TABLES.get(id(param))
-                if table is not None:
-                    self._check_offloaded(table, group, param)
-                    # Else the first step or load_state_dict takes the records over.
-                    if not table.has_states_of_another(self):
-                        self._bind_offloaded(group, param, self.state.get(param, {}))
+                self._bind_offloaded(group, param, self.state.get(param, {}), take_over=False)
         except BaseException:
             self.param_groups.pop()
             raise
 
     add_param_group.__doc__ = StatefulOptimizer.add_param_group.__doc__
 
-    def _bind_offloaded(self, group: Options, param: Tensor, state: State) -> None:
-        """Have the records of an offloaded table hold what its steps need."""
+    def _bind_offloaded(
+        self, group: Options, param: Tensor, state: State, *, take_over: bool = True
+    ) -> None:
+        """Have the records of an offloaded table hold what its steps need.
+
+        Args:
+            take_over: also from another optimizer that has made steps with them.
+        """
         table = _offloaded.TABLES.get(id(param))
         if table is None:
             return
-        self._check_offloaded(table, group, param)
-        wanted = self._row_states(param, group, state)
-        table.bind(self, wanted)
-        if "step" not in state:
-            table.begin_anew()
-        if any(row_state.name in state for row_state in wanted):
-            table.take_states(state)
-        if "step" in state:
-            state["step"] = state["step"].to(table.device)
-
-    def _check_offloaded(
-        self, table: _offloaded.OffloadedTable, group: Options, param: Tensor
-    ) -> None:
         for option, value in (("rounding", "stochastic"), ("decay", "all"), ("lazy", "exact")):
             if group.get(option) == value:
                 raise self._error(
@@ -263,6 +251,16 @@ class RowOptimizer(StatefulOptimizer):
                 ".grad (of something else than its lookups, say a penalty on it), which cannot be "
                 "applied; call zero_grad()"
             )
+        if not take_over and table.has_states_of_another(self):
+            return
+        wanted = self._row_states(param, group, state)
+        table.bind(self, wanted)
+        if "step" not in state:
+            table.begin_anew()
+        if any(row_state.name in state for row_state in wanted):
+            table.take_states(state)
+        if "step" in state:
+            state["step"] = state["step"].to(table.device)
 
     def _check_queue(self, param: Tensor, queue: RowQueue) -> None:
         op = type(self).__name__
