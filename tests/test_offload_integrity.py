@@ -117,11 +117,29 @@ def test_damage_on_the_way_to_the_device(name: str, prefetch: bool) -> None:
     ) or "checksum" in str(error)
     assert pair.differing() == set()  # on the host all is well
     time.sleep(0.05)  # until what is late is there
-    if name == "swapped":  # the other half of it
+    if name == "swapped" and not error.also:  # the other half of it
         with pytest.raises(IntegrityError):
             pair.train()
         assert pair.differing() == set()
     pair.finish()
+
+
+def test_all_damage_that_was_found_by_then_is_reported() -> None:
+    pair = Pair(make_lane=Dropped("deliver", 10, 12).make_lane)
+    wait = pair.engine.wait
+
+    def late_wait(event: Any) -> None:
+        pair.engine.transfers.drain()  # all that was sent has arrived
+        wait(event)
+
+    pair.engine.wait = late_wait  # type: ignore[method-assign]
+    error = fails(pair, "to device")
+    (other,) = error.also
+    check_message(other)
+    assert str(other) in str(error)
+    assert {("to device", e.step) for e in (error, other)} <= {sent[:2] for sent in pair.sent}
+    assert not set(error.rows) & set(other.rows)
+    pair.finish()  # neither of them is met again
 
 
 @pytest.mark.parametrize("prefetch", [True, False])
@@ -637,11 +655,13 @@ def test_records_of_one_table_are_none_of_another() -> None:
 
 
 def test_errors_can_be_copied_and_pickled() -> None:
-    error = IntegrityError("t", [3, 4], 7, "to device", "the checksum is wrong")
+    found = IntegrityError("u", [5], 6, "to host", "the checksum is wrong")
+    error = IntegrityError("t", [3, 4], 7, "to device", "the checksum is wrong", [found])
     for other in (copy.copy(error), pickle.loads(pickle.dumps(error))):
         assert str(other) == str(error)
         assert (other.table, other.rows, other.step) == ("t", [3, 4], 7)
         assert other.direction == "to device"
+        assert [str(also) for also in other.also] == [str(found)]
 
 
 # ---------------------------------------------------------------------------------------------

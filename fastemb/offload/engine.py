@@ -23,7 +23,7 @@ from fastemb.offload._slots import Policy
 from fastemb.offload._stored import StoredTable, require_weight
 from fastemb.offload._table import Table
 from fastemb.offload._transfers import LaneFactory, Transfers
-from fastemb.offload.errors import VERIFY, IntegrityError, Verify, again
+from fastemb.offload.errors import VERIFY, IntegrityError, Verify, again, together
 
 __all__ = ["OffloadEngine", "OffloadStats"]
 
@@ -507,7 +507,7 @@ class OffloadEngine:
         self._take_failures(raising=raising)
 
     def _take_failures(self, *, raising: bool = True) -> None:
-        first: BaseException | None = None
+        errors: list[BaseException] = []
         failures = self.transfers.failures
         while failures:
             failure = failures.popleft()
@@ -516,9 +516,9 @@ class OffloadEngine:
                 self._broken = self._broken or failure.error
             else:
                 failure.table.spoiled.append(failure.rows)
-            first = first or failure.error
-        if raising and first is not None:
-            raise again(first)
+            errors.append(failure.error)
+        if raising and errors:
+            raise again(together(errors))
         if raising and self.transfers.reported:
             raise again(self.transfers.reported.popleft())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Literal
 
 # Which of what arrives is compared with its checksum.
@@ -20,24 +21,47 @@ class IntegrityError(RuntimeError):
         rows: its rows that are wrong, as far as they were looked for; at least one.
         step: batches that the engine had been given when the records were sent.
         direction: where they were found wrong.
+        also: what else was found by the time that this was raised.
     """
 
     def __init__(
-        self, table: str, rows: list[int], step: int, direction: Direction, what: str
+        self,
+        table: str,
+        rows: list[int],
+        step: int,
+        direction: Direction,
+        what: str,
+        also: Sequence[IntegrityError] = (),
     ) -> None:
         self.table = table
         self.rows = rows
         self.step = step
         self.direction: Direction = direction
+        self.also = tuple(also)
         self._what = what
         shown = ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
         super().__init__(
             f"table {table!r}, {'rows' if len(rows) > 1 else 'row'} {shown} "
             f"({len(rows)} in all), step {step}, {direction}: {what}"
+            + "".join(f"; also {other}" for other in self.also)
         )
 
+    def _arguments(self) -> tuple[str, list[int], int, Direction, str]:
+        return self.table, self.rows, self.step, self.direction, self._what
+
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.table, self.rows, self.step, self.direction, self._what)
+        return type(self), (*self._arguments(), self.also)
+
+
+def together(errors: Sequence[BaseException]) -> BaseException:
+    """One error to raise for several, of which none may go unsaid that found records wrong."""
+    first, *rest = errors
+    also = [error for error in rest if isinstance(error, IntegrityError)]
+    if not also or not isinstance(first, IntegrityError):
+        return first
+    error = IntegrityError(*first._arguments(), also)
+    error.__cause__ = first
+    return error
 
 
 def again(error: BaseException) -> BaseException:
