@@ -49,7 +49,8 @@ MIN_TORCH = (2, 11)
 CPU_LIBRARY, CUDA_LIBRARY, BUILD_INFO = "_C.so", "_C_cuda.so", "build_info.json"
 
 STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020b000000000000", "-DTORCH_STABLE_ONLY"]
-# CPU and CUDA agree bit for bit, hence no contraction to fma anywhere and no fast-math.
+# CPU and CUDA agree bit for bit, hence no contraction to fma anywhere and no fast-math: what is to
+# be fused says so.
 CXX_FLAGS = [
     "-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno",
     "-Wall", "-Wextra", "-Wno-psabi",
@@ -58,11 +59,10 @@ NVCC_FLAGS = [
     "-std=c++20", "-O3", "--fmad=false",
     "-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off,-Wall,-Wno-psabi",
 ]  # fmt: skip
-# Kernels are compiled once per instruction set and chosen at run time. No -mfma: the baseline has
-# none to agree with.
+# Kernels are compiled once per instruction set and chosen at run time.
 X86_LEVELS = {
     "baseline": [],
-    "avx2": ["-mavx2", "-mf16c"],
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
     "avx512": [
         "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mf16c",
         "-mprefer-vector-width=512",

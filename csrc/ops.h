@@ -278,6 +278,28 @@ struct RowSgd {
   bool nesterov;
 };
 
+// torch's fused Adam on the CPU, to the bit, of gradients that are unscaled on the way (torch's own kernel would store
+// them). torch's vectorised loop is what is followed, so numel is a multiple of kDenseAdamElements; fma where it has
+// one, here alone. All in float:
+//   g = grad * factor, or grad / factor;  g = -g to maximize;  p = p * (1 - lr * wd), or g = fma(p, wd, g)
+//   m = rate1 < 0.5 ? fma(rate1, g - m, m) : fma(rate1 - 1, g - m, g),  rate1 = 1 - beta1
+//   v = fma((1 - beta2) * g, g, v * beta2);  u = max(u, v), a NaN wins
+//   p = p + (-lr / bc1 * m) / (sqrt(v or u) / sqrt(bc2) + eps),  bc = 1 - beta^step
+inline constexpr int64_t kDenseAdamElements = 64;
+struct DenseAdam {
+  float* param;  // [numel], as all of them
+  const float* grad;
+  float* exp_avg;
+  float* exp_avg_sq;
+  float* max_exp_avg_sq;  // or null
+  int64_t numel;
+  const float* factor;     // [1]
+  const float* found_inf;  // [1] or null; not 0: nothing happens
+  const float* step;       // [1], from 1 on
+  double lr, beta1, beta2, eps, weight_decay;
+  bool divide, decoupled, maximize;
+};
+
 // Counters of gradient statistics, one row of int64 for each gradient. x is an element as it is, scaled; g = inv_scale
 // * x in acc. All are added to what is there, `largest` is a maximum.
 enum GradStat : int32_t {
@@ -436,6 +458,7 @@ void row_adam_catch_up(const RowAdamCatchUp* problems, int64_t count, const Para
 void row_adagrad(const RowAdagrad* problems, int64_t count, const Parallel& parallel);
 void row_rowwise_adagrad(const RowRowwiseAdagrad* problems, int64_t count, const Parallel& parallel);
 void row_sgd(const RowSgd* problems, int64_t count, const Parallel& parallel);
+void dense_adam(const DenseAdam* problems, int64_t count, const Parallel& parallel);
 void grad_check(const GradCheck* problems, int64_t count, const Parallel& parallel);
 void row_grad_check(const RowGradCheck* problems, int64_t count, const Parallel& parallel);
 void boundary_gradient(const BoundaryGradient* problems, int64_t count, const Parallel& parallel);

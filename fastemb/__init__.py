@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from importlib.metadata import version as _version
 
-from fastemb import _grad_ops, _lazy_ops, _native, _ops, _record_ops, _row_ops
+from fastemb import _dense_ops, _grad_ops, _lazy_ops, _native, _ops, _record_ops, _row_ops
 from fastemb._library import IncompatibleLibraryError, NotBuiltError
 from fastemb._native import report
 
@@ -19,6 +19,8 @@ _native.load(
     | _lazy_ops.OPERATORS
     | _grad_ops.OPERATORS
     | _record_ops.OPERATORS
+    | _dense_ops.OPERATORS,
+    cpu_only=_dense_ops.OPERATORS.keys(),
 )
 
 from fastemb import amp, functional, nn, offload, optim  # noqa: E402

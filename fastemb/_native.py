@@ -20,7 +20,7 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +44,8 @@ class _State:
     def __init__(self) -> None:
         # name -> reference kernel, of every operator that has kernels
         self.operators: Kernels = {}
+        # those of them that the CUDA library does without
+        self.cpu_only: frozenset[str] = frozenset()
         self.forced: str | None = None
         # name -> "loaded", or why not
         self.status: dict[str, str] = {}
@@ -59,12 +61,15 @@ class _State:
 _state: _State | None = None
 
 
-def load(operators: Mapping[str, Callable[..., Any]]) -> None:
+def load(
+    operators: Mapping[str, Callable[..., Any]], cpu_only: Collection[str] = frozenset()
+) -> None:
     """Load libraries and register kernels; further calls do nothing.
 
     Args:
         operators: the operators in ``torch.ops.fastemb`` that have kernels, each with its
             reference kernel.
+        cpu_only: those of them whose reference is as good as it gets elsewhere.
 
     Raises:
         NotBuiltError: ``FASTEMB_BACKEND`` names a backend that cannot be had.
@@ -76,6 +81,7 @@ def load(operators: Mapping[str, Callable[..., Any]]) -> None:
         return
     state = _State()
     state.operators = dict(operators)
+    state.cpu_only = frozenset(cpu_only)
     try:
         _load(state)
     except (ImportError, ValueError) as error:
@@ -143,9 +149,10 @@ def _use_library(
     state.status[device] = "failed to load"
     _library.load(path)
     key = device.upper()
+    served = [op for op in state.operators if device == "cpu" or op not in state.cpu_only]
     absent = [
         name
-        for name in state.operators
+        for name in served
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"fastemb::{name}", key)
     ]
     if absent:
@@ -153,7 +160,7 @@ def _use_library(
         cause = f"it has no kernel for {', '.join(absent)}: it was built from other sources"
         raise IncompatibleLibraryError(_library.describe(path, cause))
     state.status[device] = "loaded"
-    state.serves[device][device] = frozenset(state.operators)
+    state.serves[device][device] = frozenset(served)
 
 
 def _not_built(path: Path) -> str:
@@ -241,7 +248,9 @@ def backend(name: str) -> SimpleNamespace:
         return SimpleNamespace(**state.triton)
     if state.status[name] != "loaded":
         raise NotBuiltError(f"the {name} backend cannot be had: {state.status[name]}")
-    return SimpleNamespace(**{op: getattr(torch.ops.fastemb, op) for op in state.operators})
+    return SimpleNamespace(
+        **{op: getattr(torch.ops.fastemb, op) for op in state.serves[name][name]}
+    )
 
 
 def cpu_function(name: str) -> Any | None:

@@ -18,6 +18,7 @@ from draws import drawn
 from grad_cases import (
     DTYPES,
     EVERYTHING,
+    SPECIAL,
     Boundary,
     Check,
     Found,
@@ -118,6 +119,20 @@ def test_one_value_that_is_not_finite(backend: Backend, dtype: torch.dtype, spec
                 before = stats_before(1)[0]
                 column = GRAD_STATS.nan if special != special else GRAD_STATS.infinite
                 assert found.stats[0, column] == before[column] + 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_value_out_of_the_ordinary(backend: Backend, dtype: torch.dtype) -> None:
+    """Among so many that nobody counts singly."""
+    length = 2600
+    for index, special in enumerate(SPECIAL):
+        grad = torch.full((length,), 3.0, dtype=dtype)
+        grad[(0, 15, 1023, 1024, 2049, length - 1)[index % 6]] = torch.tensor(
+            special, dtype=torch.float64
+        )
+        for inv_scale in (1.0, 2.0**-26):  # with which 3.0 is a tiny one
+            case = Tensors([grad], Check(inv_scale, unscale=bool(index % 2)))
+            case.run(backend.ops, backend.device).check(case.expected())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -18,7 +18,7 @@ from lookups import Case, assert_same_bits, assert_within, cases, one_bag
 from torch import Tensor
 
 import fastemb
-from fastemb import _native, _record_ops
+from fastemb import _dense_ops, _native, _record_ops
 from fastemb.triton import errors, renorm
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
@@ -33,7 +33,8 @@ small = cases().filter(lambda case: case.indices.numel() * case.weight.shape[1] 
 def test_the_backend_serves_cpu_tensors() -> None:
     for op, serving in _native.report()["operators"].items():
         # Records have no Triton kernels: the offload engine is tested on CUDA and the CPU.
-        assert serving["cpu"] == ("reference" if op in _record_ops.SCHEMAS else "triton"), op
+        has_none = op in _record_ops.SCHEMAS or op in _dense_ops.SCHEMAS
+        assert serving["cpu"] == ("reference" if has_none else "triton"), op
 
 
 # ---- the numerics contract ------------------------------------------------------------------

@@ -33,6 +33,7 @@ struct Level {
    isa::row_adagrad,                 \
    isa::row_rowwise_adagrad,         \
    isa::row_sgd,                     \
+   isa::dense_adam,                  \
    isa::grad_check,                  \
    isa::row_grad_check,              \
    isa::boundary_gradient,           \
@@ -41,7 +42,9 @@ struct Level {
 
 // Best first.
 #if FE_X86_LEVELS
-bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"); }
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
 bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
@@ -127,6 +130,9 @@ void row_rowwise_adagrad(const RowRowwiseAdagrad* problems, int64_t count, const
 }
 void row_sgd(const RowSgd* problems, int64_t count, const Parallel& parallel) {
   for_each(active().kernels.row_sgd, problems, count, parallel);
+}
+void dense_adam(const DenseAdam* problems, int64_t count, const Parallel& parallel) {
+  for_each(active().kernels.dense_adam, problems, count, parallel);
 }
 void grad_check(const GradCheck* problems, int64_t count, const Parallel& parallel) {
   for_each(active().kernels.grad_check, problems, count, parallel);

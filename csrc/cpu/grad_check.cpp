@@ -47,6 +47,33 @@ FE_FUNCTION V larger_bits(V x, V y) {
   return x > y ? x : y;
 }
 
+template <typename V>
+FE_FUNCTION bool any(V mask) {
+  int64_t words[sizeof(V) / sizeof(int64_t)], found = 0;
+  memcpy(words, &mask, sizeof(mask));
+  for (int64_t word : words) found |= word;
+  return found != 0;
+}
+
+// What most elements need: whether any is out of the ordinary, and of the others the zeros and the tiny ones.
+template <typename A>
+struct Glance {
+  IntVec<A> least = IntVec<A>{} + Bits<A>::infinity, most = {}, zeros = {}, below_24 = {};
+
+  FE_FUNCTION void add(Glance& own, Vec<A> x, Vec<A> g) {
+    const IntVec<A> scaled = (IntVec<A>)x & Bits<A>::magnitude, unscaled = (IntVec<A>)g & Bits<A>::magnitude;
+    const IntVec<A> zero = scaled == 0, other = scaled | (zero & Bits<A>::infinity);
+    own.zeros -= zero;
+    own.least = own.least < other ? own.least : other;
+    own.most = larger_bits(own.most, unscaled);
+    own.below_24 -= unscaled < Bits<A>::two_24;
+  }
+  // All are finite, and zero or normal in fp16. (g is not finite wherever x is not.)
+  FE_FUNCTION bool ordinary(const Glance& own) {
+    return !any((own.least < Bits<A>::two_14) | (own.most >= Bits<A>::infinity));
+  }
+};
+
 // What one thread has found. Masks of comparisons are -1 where they hold, hence the subtractions.
 template <typename A, bool kStats, bool kSquares>
 struct Tally {
@@ -57,8 +84,8 @@ struct Tally {
   Vec<double> squares[kSquareLanes / kLanes<double>] = {};
   int64_t count = 0, behind = 0;  // behind the ends of rows, where vectors hold zeros
 
-  // Vector `v` of a block of kSquareLanes elements, `n` of whose lanes count.
-  FE_FUNCTION void add(Tally& t, Vec<A> x, Vec<A> g, int v, int64_t n) {
+  // A vector, `n` of whose lanes count.
+  FE_FUNCTION void add(Tally& t, Vec<A> x, Vec<A> g, int64_t n) {
     const IntVec<A> scaled = (IntVec<A>)x & Bits<A>::magnitude, unscaled = (IntVec<A>)g & Bits<A>::magnitude;
     if constexpr (!kStats) {
       t.most = larger_bits(t.most, unscaled);
@@ -75,6 +102,20 @@ struct Tally {
       t.count += n;
       t.behind += kLanes<A> - n;
     }
+  }
+
+  // n elements that are ordinary, squares apart.
+  FE_FUNCTION void add_ordinary(Tally& t, const Glance<A>& glance, int64_t n) {
+    t.zeros += glance.zeros;
+    t.up_to_25 += glance.zeros;
+    t.below_14 += glance.zeros;
+    t.below_24 += glance.below_24;
+    t.largest = larger_bits(t.largest, glance.most);
+    t.count += n;
+  }
+
+  // Vector `v` of a block of kSquareLanes elements.
+  FE_FUNCTION void add_square(Tally& t, Vec<A> g, int v) {
     if constexpr (kSquares) {
       constexpr int kHalves = static_cast<int>(sizeof(double) / sizeof(A));
       for (int half = 0; half < kHalves; ++half) {
@@ -168,21 +209,56 @@ FE_FUNCTION void store_first(T* at, V value, int64_t n) {
   }
 }
 
-// n elements at x; the product with inv_scale goes to `unscaled` unless that is null.
-template <typename T, typename Counts>
-void look(const T* x, T* unscaled, int64_t n, typename AccOf<T>::type inv_scale, Counts& counts) {
-  Counts own = counts;  // in registers: stores to `unscaled` could be stores to `counts`
+// visit(x, g, v, n, at) for the vectors of n elements, as for_blocks. g, their product with inv_scale, goes to
+// `unscaled` unless that is null.
+template <typename T, typename Visit>
+FE_FUNCTION void unscale_blocks(const T* x, T* unscaled, int64_t n, typename AccOf<T>::type inv_scale,
+                                const Visit& visit) {
   if (unscaled == nullptr) {
-    for_blocks(x, n, [&](auto value, int v, int64_t lanes, int64_t) {
-      Counts::add(own, value, times(value, inv_scale, lanes), v, lanes);
+    for_blocks(x, n, [&](auto value, int v, int64_t lanes, int64_t at) {
+      visit(value, times(value, inv_scale, lanes), v, lanes, at);
     });
   } else {
     for_blocks(x, n, [&](auto value, int v, int64_t lanes, int64_t at) {
       const auto g = times(value, inv_scale, lanes);
-      Counts::add(own, value, g, v, lanes);
+      visit(value, g, v, lanes, at);
       store_first(unscaled + at, g, lanes);
     });
   }
+}
+
+inline constexpr int64_t kGlance = 1024;  // elements that the first cache still has when they are looked at again
+
+// n elements at x; the product with inv_scale goes to `unscaled` unless that is null.
+template <typename T, bool kStats, bool kSquares>
+void look(const T* x, T* unscaled, int64_t n, typename AccOf<T>::type inv_scale,
+          Tally<typename AccOf<T>::type, kStats, kSquares>& counts) {
+  using A = typename AccOf<T>::type;
+  using Counts = Tally<A, kStats, kSquares>;
+  Counts own = counts;  // in registers: stores to `unscaled` could be stores to `counts`
+  if constexpr (kStats) {
+    alignas(kVectorBytes) T before[kGlance];  // `unscaled` may be x
+    for (int64_t length; n >= kSquareLanes; n -= length, x += length) {
+      length = n < kGlance ? n / kSquareLanes * kSquareLanes : kGlance;
+      Glance<A> glance;
+      unscale_blocks(x, unscaled, length, inv_scale, [&](auto value, auto g, int v, int64_t, int64_t at) {
+        Glance<A>::add(glance, value, g);
+        Counts::add_square(own, g, v);
+        if (unscaled != nullptr) store(before + at, value);
+      });
+      if (Glance<A>::ordinary(glance)) {
+        Counts::add_ordinary(own, glance, length);
+      } else {
+        unscale_blocks(unscaled == nullptr ? x : before, static_cast<T*>(nullptr), length, inv_scale,
+                       [&](auto value, auto g, int, int64_t lanes, int64_t) { Counts::add(own, value, g, lanes); });
+      }
+      if (unscaled != nullptr) unscaled += length;
+    }
+  }
+  unscale_blocks(x, unscaled, n, inv_scale, [&](auto value, auto g, int v, int64_t lanes, int64_t) {
+    Counts::add(own, value, g, lanes);
+    Counts::add_square(own, g, v);
+  });
   counts = own;
 }
 
@@ -327,8 +403,8 @@ void pass_boundary(const BoundaryGradient& p, const Parallel& parallel) {
     for (int64_t piece = first_piece; piece < last_piece; ++piece) {
       const int64_t first = p.numel * piece / pieces, last = p.numel * (piece + 1) / pieces;
       Found own{};
-      for_blocks(grad + first, last - first, [&](auto value, int v, int64_t lanes, int64_t at) {
-        Counts::add(own.tally, value, times(value, inv_scale, lanes), v, lanes);
+      for_blocks(grad + first, last - first, [&](auto value, int, int64_t lanes, int64_t at) {
+        Counts::add(own.tally, value, times(value, inv_scale, lanes), lanes);
         const auto passed = as_stored<T>(times(value, ratio, lanes));
         const IntVec<A> bad = ((IntVec<A>)value & Bits<A>::magnitude) >= Bits<A>::infinity;
         own.came |= bad;

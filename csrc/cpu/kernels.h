@@ -22,6 +22,7 @@ struct Kernels {
   void (*row_adagrad)(const RowAdagrad&, const Parallel&);
   void (*row_rowwise_adagrad)(const RowRowwiseAdagrad&, const Parallel&);
   void (*row_sgd)(const RowSgd&, const Parallel&);
+  void (*dense_adam)(const DenseAdam&, const Parallel&);
   void (*grad_check)(const GradCheck&, const Parallel&);
   void (*row_grad_check)(const RowGradCheck&, const Parallel&);
   void (*boundary_gradient)(const BoundaryGradient&, const Parallel&);
@@ -46,6 +47,7 @@ struct Kernels {
   void row_adagrad(const RowAdagrad&, const Parallel&);                \
   void row_rowwise_adagrad(const RowRowwiseAdagrad&, const Parallel&); \
   void row_sgd(const RowSgd&, const Parallel&);                        \
+  void dense_adam(const DenseAdam&, const Parallel&);                  \
   void grad_check(const GradCheck&, const Parallel&);                  \
   void row_grad_check(const RowGradCheck&, const Parallel&);           \
   void boundary_gradient(const BoundaryGradient&, const Parallel&);    \

@@ -232,7 +232,7 @@ FE_FUNCTION void store_part(T* p, V v, int64_t n) {
 
 template <typename A>
 FE_FUNCTION Vec<A> broadcast(A x) {
-  return Vec<A>{} + x;
+  return x - Vec<A>{};  // a sum would make +0 of -0
 }
 
 // acc[0..n) rounded to T at out.

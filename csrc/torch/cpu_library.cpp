@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "torch/cpu_buffers.h"
+#include "torch/dense_operators.h"
 #include "torch/grad_operators.h"
 #include "torch/operators.h"
 #include "torch/record_operators.h"
@@ -78,6 +79,7 @@ struct CpuBackend {
   void row_adagrad(const RowAdagrad& problem) const { cpu::row_adagrad(&problem, 1, parallel); }
   void row_rowwise_adagrad(const RowRowwiseAdagrad& problem) const { cpu::row_rowwise_adagrad(&problem, 1, parallel); }
   void row_sgd(const RowSgd& problem) const { cpu::row_sgd(&problem, 1, parallel); }
+  void dense_adam(const DenseAdam& problem) const { cpu::dense_adam(&problem, 1, parallel); }
   void grad_check(const std::vector<GradCheck>& problems) const {
     cpu::grad_check(problems.data(), static_cast<int64_t>(problems.size()), parallel);
   }
@@ -130,6 +132,7 @@ struct CpuBackend {
 
 FE_REGISTER_OPERATORS(CPU, CpuBackend)
 FE_REGISTER_ROW_OPERATORS(CPU, CpuBackend)
+FE_REGISTER_DENSE_OPERATORS(CPU, CpuBackend)
 FE_REGISTER_GRAD_OPERATORS(CPU, CpuBackend)
 FE_REGISTER_RECORD_OPERATORS(CPU, CpuBackend)
 

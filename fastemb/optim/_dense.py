@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastemb import _dense_reference
 from fastemb.optim._scaling import Scaling
 
 # Elements that are unscaled at a time. A parameter is cut at multiples of _ALIGNMENT, so that a
@@ -28,6 +29,8 @@ class DenseUpdate(NamedTuple):
 
 # Called with parameters, gradients, one list per state, and steps.
 Kernel = Callable[[list[Tensor], list[Tensor], list[list[Tensor]], list[Tensor]], None]
+# Called with flat float32 pieces, whose gradients it unscales and does not write.
+OnePass = Callable[[DenseUpdate], None]
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -65,11 +68,20 @@ def scalar_for(value: float | Tensor, param: Tensor) -> float | Tensor:
     return value
 
 
-def run_fused(kernel: Kernel, updates: Sequence[DenseUpdate], scaling: Scaling) -> None:
+def run_fused(
+    kernel: Kernel,
+    updates: Sequence[DenseUpdate],
+    scaling: Scaling,
+    one_pass: OnePass | None = None,
+) -> None:
     """Call ``kernel`` for parameters of one device and dtype.
 
     Gradients are never written: torch's fused kernels would store what they unscale, so they get
     gradients that are unscaled already, in scratch memory that does not grow with the model.
+
+    Args:
+        one_pass: does the same to the bit without that detour, for large float32 parameters. Only
+            on the CPU, and with something to unscale by.
     """
     prepared = []
     copies = []
@@ -82,6 +94,8 @@ def run_fused(kernel: Kernel, updates: Sequence[DenseUpdate], scaling: Scaling) 
             copies.append((update.param, param))
         grad = laid_out_like(update.grad, param)
         prepared.append(update._replace(param=param, grad=grad))
+    if one_pass is not None:
+        prepared = [rest for update in prepared for rest in _in_one_pass(one_pass, update)]
     if scaling.multiplier is None and all(u.grad.dtype == u.param.dtype for u in prepared):
         _call(kernel, prepared)
     elif prepared:
@@ -93,6 +107,23 @@ def run_fused(kernel: Kernel, updates: Sequence[DenseUpdate], scaling: Scaling) 
             _call(kernel, _unscaled(batch, scaling, scratch))
     for param, copy in copies:
         param.copy_(copy)
+
+
+def _in_one_pass(one_pass: OnePass, update: DenseUpdate) -> list[DenseUpdate]:
+    """What is left of an update: elements that are too few, or of another dtype."""
+    param, grad, states, step = update
+    whole = param.numel() - param.numel() % _dense_reference.ELEMENTS
+    if (
+        whole < _ALIGNMENT
+        or any(tensor.dtype != torch.float32 for tensor in (param, grad, *states))
+        or type(grad) is not Tensor  # a fake one, say
+    ):
+        return [update]
+    columns = [flat(tensor) for tensor in (param, grad, *states)]
+    p, g, *s = (column[:whole] for column in columns)
+    one_pass(DenseUpdate(p, g, tuple(s), step))
+    p, g, *s = (column[whole:] for column in columns)
+    return [DenseUpdate(p, g, tuple(s), step)] if len(p) else []
 
 
 def _call(kernel: Kernel, updates: Sequence[DenseUpdate]) -> None:

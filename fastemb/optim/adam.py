@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.optim.adam import adam
 
 from fastemb.optim._base import Update
 from fastemb.optim._dense import DenseUpdate, run_fused, scalar_for
+from fastemb.optim._dense_adam import adam_in_one_pass, agrees
 from fastemb.optim._lazy_adam import AdamRows, LazyAdam
 from fastemb.optim._options import Options
 from fastemb.optim._scaling import Scaling
@@ -190,7 +192,10 @@ class Adam(LazyAdam):
                 found_inf=scaling.skip,
             )
 
-        run_fused(kernel, updates, scaling)
+        one_pass = None
+        if scaling.multiplier is not None and updates[0].param.device.type == "cpu" and agrees():
+            one_pass = partial(adam_in_one_pass, group=group, scaling=scaling)
+        run_fused(kernel, updates, scaling, one_pass)
 
     def _functional_step(self, group: Options, updates: Sequence[Update]) -> None:
         beta1, beta2 = group["betas"]
