@@ -189,8 +189,12 @@ def embedding_bag(
 
 
 def _is_traced(tensor: Tensor) -> bool:
-    """Whether shapes and values are not to be looked at: in a compiler, or fake."""
-    return torch.compiler.is_compiling() or type(tensor) is not Tensor
+    """Whether shapes and values are not to be looked at: in a compiler, recorded, or fake."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or type(tensor) is not Tensor
+    )
 
 
 def _is_plain(weight: Tensor) -> bool:

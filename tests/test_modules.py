@@ -345,6 +345,15 @@ def test_symbolic_trace(kind: type) -> None:
 
 
 @both
+@pytest.mark.filterwarnings("error::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_trace_is_for_inputs_of_any_size(kind: type) -> None:
+    module = kind(5, 3)
+    traced = torch.jit.trace(module, (IDS,))
+    assert torch.equal(traced(IDS.repeat(2, 3)), module(IDS.repeat(2, 3)))
+
+
+@both
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_autocast_leaves_tables_alone(kind: type, dtype: torch.dtype) -> None:
     module = kind(5, 3, dtype=dtype)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from draws import drawn
 from hypothesis import given
 from hypothesis import strategies as st
@@ -275,6 +276,45 @@ def test_betas_may_be_tensors_of_one_element(implementation: dict[str, Any]) -> 
         ours.step()
         theirs.step()
     assert_same_bits(p, q)
+
+
+@pytest.mark.parametrize("name", ["Adagrad", "SGD"])
+def test_foreach_with_a_tensor_as_learning_rate(name: str) -> None:
+    """These have it also without a CUDA graph, unlike Adam."""
+    start = torch.randn(4)
+    results = []
+    for module in (optim, torch.optim):
+        p = nn.Parameter(start.clone())
+        optimizer = getattr(module, name)([p], lr=torch.tensor(0.1), foreach=True)
+        p.grad = torch.tensor([1.0, -2.0, 0.0, 3.0])
+        optimizer.step()
+        optimizer.step()
+        results.append(p)
+    assert_same_bits(*results)
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="a torch without torch.distributed")
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "SGD"])
+def test_sharded_parameters(name: str) -> None:
+    """As `fully_shard` makes them; not all fused kernels of torch know them."""
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        start, grad = torch.randn(4, 3), torch.randn(4, 3)
+        results = []
+        for module in (optim, torch.optim):
+            p = nn.Parameter(distribute_tensor(start.clone(), mesh, [Shard(0)]))
+            optimizer = getattr(module, name)([p], lr=0.1)
+            p.grad = distribute_tensor(grad, mesh, [Shard(0)])
+            optimizer.step()
+            optimizer.step()
+            assert isinstance(p.data, DTensor)
+            results.append(p.full_tensor().detach())
+        torch.testing.assert_close(*results)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")

@@ -391,6 +391,82 @@ def test_parameters_that_cannot_be_optimized(param: Tensor, message: str) -> Non
             cls([param.requires_grad_()])
 
 
+def test_integers_among_the_parameters() -> None:
+    """As quantized layers have them, which require no gradient."""
+    for cls in CLASSES:
+        p, q = nn.Parameter(torch.ones(2, 3)), torch.arange(2)
+        optimizer = cls([p, nn.Parameter(q, requires_grad=False), q])
+        p.grad = torch.ones(2, 3)
+        optimizer.step()
+        assert set(optimizer.state) <= {p}
+        cls(optimizer.param_groups[0]["params"]).load_state_dict(optimizer.state_dict())
+        before = p.detach().clone()
+        q.grad = torch.ones_like(q)
+        with pytest.raises(RuntimeError, match=r"torch\.int64 parameter cannot be optimized"):
+            optimizer.step()
+        assert_same_bits(p, before)
+
+
+@pytest.mark.parametrize("cls", [c for c in CLASSES if c is not optim.SparseAdam])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_parameters_converted_between_steps(cls: type[optim.Adam], dtype: torch.dtype) -> None:
+    """Moments follow, where torch fails; its Adagrad, which has them from the beginning, does."""
+    module = nn.Linear(3, 2)
+    start = copy.deepcopy(module)
+    optimizer, other = cls(module.parameters(), lr=0.1), cls(start.parameters(), lr=0.1)
+    train(optimizer, 0)
+    train(other, 0)
+    module.to(dtype)
+    train(optimizer, 1)
+    train(other, 1)
+    tolerance = 1e-5 if dtype == torch.float64 else 2e-2
+    for p, q in zip(module.parameters(), start.parameters(), strict=True):
+        assert p.dtype == dtype
+        torch.testing.assert_close(p.float(), q, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"),
+    [
+        (optim.Adam, "amsgrad"),
+        (optim.Adam, "maximize"),
+        (optim.AdamW, "maximize"),
+        (optim.Adagrad, "maximize"),
+        (optim.SGD, "maximize"),
+        (optim.SGD, "nesterov"),
+    ],
+)
+def test_flags_may_be_numbers(cls: type[optim.Adam], name: str) -> None:
+    more = {"momentum": 0.9} if cls is optim.SGD else {}
+    results = []
+    for flag in (1, True):
+        p = nn.Parameter(torch.ones(2, 3))
+        train(cls([p], **{name: flag}, **more), 0)
+        results.append(p)
+    assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_loading_adds_no_options(cls: type[optim.Adam]) -> None:
+    optimizer = cls([nn.Parameter(torch.ones(2))])
+    before = repr(optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert repr(optimizer) == before
+    assert repr(pickle.loads(pickle.dumps(optimizer))) == before
+
+
+@pytest.mark.parametrize("cls", [optim.Adam, optim.AdamW, optim.Adagrad, optim.SGD])
+def test_parameters_on_meta(cls: type[optim.Adam]) -> None:
+    p = nn.Parameter(torch.empty(2, 3, device="meta"))
+    optimizer = cls([p])
+    p.grad = torch.empty_like(p)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    assert p.device.type == "meta"
+
+
 @pytest.mark.parametrize("rows", [2, 5])
 @pytest.mark.parametrize("kind", ["dense", "bfloat16", "rows", "queued"])
 @pytest.mark.parametrize("when", ["gradient", "state"])

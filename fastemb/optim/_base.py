@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastemb import _offloaded, _row_queue
 from fastemb._offloaded import device_of
@@ -32,6 +33,7 @@ from fastemb.optim._states import (
     State,
     StatefulOptimizer,
     has_master,
+    is_trainable,
 )
 
 
@@ -199,7 +201,7 @@ class RowOptimizer(StatefulOptimizer):
         shape = tuple(param.shape)
         grads = [] if param.grad is None else [tuple(param.grad.shape)]
         if queue is not None:
-            grads = [(part.num_embeddings, *shape[1:]) for part in queue._parts]
+            grads = [(part.num_embeddings, *shape[1:]) for part in queue]
         for grad in grads:
             if grad != shape:
                 raise RuntimeError(
@@ -376,6 +378,11 @@ class RowOptimizer(StatefulOptimizer):
             raise RuntimeError(
                 f"{type(self).__name__}: a {param.dtype} parameter takes dense gradients only"
             )
+        if not is_trainable(param):
+            raise RuntimeError(
+                f"{type(self).__name__}: a {param.dtype} parameter cannot be optimized; it must "
+                "have no gradient"
+            )
         if sparse and not _has_rows(param):
             raise self._error(
                 "a table with a sparse gradient must have contiguous rows, param.stride(1) == 1",
@@ -495,7 +502,8 @@ def seed_of(group: Options, param: Tensor, position: int) -> int:
 def _is_fused(group: Options, param: Tensor, operator: str | None) -> bool:
     """Whether torch's fused kernel is what was asked for, or what there is to choose.
 
-    Unlike torch, which then takes foreach, ``foreach=None, fused=None`` means fused.
+    Unlike torch, which then takes foreach, ``foreach=None, fused=None`` means fused. Not for
+    wrappers such as `DTensor`, which do not know all fused kernels.
     """
     if param.is_complex():  # there is none
         return False
@@ -503,6 +511,7 @@ def _is_fused(group: Options, param: Tensor, operator: str | None) -> bool:
     if fused is None:
         fused = group.get("foreach") is None and not group.get("differentiable")
         fused = fused and _has_kernel(cast(str, operator), param.device.type)
+        fused = fused and not is_traceable_wrapper_subclass(param)
     return bool(fused)
 
 

@@ -35,8 +35,8 @@ def adam_in_one_pass(update: DenseUpdate, group: Options, scaling: Scaling) -> N
         beta2,
         float(group["eps"]),
         float(group["weight_decay"]),
-        group["decoupled_weight_decay"],
-        group["maximize"],
+        bool(group["decoupled_weight_decay"]),
+        bool(group["maximize"]),
     )
 
 

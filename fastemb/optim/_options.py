@@ -41,7 +41,8 @@ def check_options(op: str, options: Options, decays: tuple[str, ...]) -> None:
     """
     lr = options["lr"]
     require_number(op, "lr", lr)
-    if isinstance(lr, Tensor) and options.get("foreach") and not options.get("capturable"):
+    # Without an option "capturable" torch's foreach kernels take a tensor.
+    if isinstance(lr, Tensor) and options.get("foreach") and not options.get("capturable", True):
         raise option_error(op, "lr must be a float with foreach=True and capturable=False", lr)
     for other in ("differentiable", "foreach"):
         if options.get("fused") and options.get(other):

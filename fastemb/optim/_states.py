@@ -87,7 +87,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: an option outside its values, or a parameter that cannot be optimized: not
                 dense, or of another dtype than float16, bfloat16, float32 and float64 (for some
-                optimizers also complex64 and complex128).
+                optimizers also complex64 and complex128). Those that require no gradient, such as
+                integers, may be there.
             TypeError: an option that is not a number where one is expected.
         """
         super().add_param_group(param_group)
@@ -99,7 +100,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                     raise self._error(f"params[{index}] must be a dense tensor", param.layout)
                 if param.dtype in _COMPLEX and self._takes_complex:
                     self._check_complex(group, index)
-                elif param.dtype not in _DTYPES:
+                elif not is_trainable(param) and (param.requires_grad or param.is_complex()):
                     raise self._error(
                         f"params[{index}] must be float16, bfloat16, float32 or float64",
                         param.dtype,
@@ -202,17 +203,24 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """Where the states of a parameter are."""
         return device_of(param) if self._offload is None else self._offload.device_of(param)
 
+    def _step_device_of(self, param: Tensor) -> torch.device:
+        """Where its step count is: torch's optimizers read that of a parameter on "meta"."""
+        device = self._device_of(param)
+        return torch.device("cpu") if device.type == "meta" else device
+
     def _add_step(self, param: Tensor, state: State, first: float = 0.0) -> None:
         if "step" not in state:
-            device = self._device_of(param)
+            device = self._step_device_of(param)
             state["step"] = torch.full((), first, dtype=torch.float32, device=device)
 
     def _add_moments(self, param: Tensor, group: Options, state: State) -> None:
+        dtype = self._moment_dtype(param, group)
         for name, initial in self._moments(group).items():
-            if name not in state:
-                dtype = self._moment_dtype(param, group)
+            if state.get(name) is None:
                 state[name] = new = self._new_state(param, name, dtype)
                 (torch.view_as_real(new) if new.is_complex() else new).fill_(initial)
+            elif state[name].dtype != dtype:  # the parameter was converted since
+                state[name] = self._new_state(param, name, dtype).copy_(state[name])
 
     def _add_master(self, param: Tensor, group: Options, state: State) -> None:
         if not has_master(param, group):
@@ -317,7 +325,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
         return state if self._offload is None else {**state, "_offload": self._offload.config}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        known = state.get("defaults", vars(self).get("defaults", {}))
+        names = set(known)
         super().__setstate__(state)
+        for name in self.defaults.keys() - names:
+            del self.defaults[name]  # torch gives all optimizers differentiable=False
         if "_offload" in state:  # a copy, or one from a pickle; not what load_state_dict hands over
             self._offload = self._new_offload(state["_offload"])
             self._name_params()
@@ -342,7 +354,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 continue
             value = value.value
             if name == "step":  # a number in torch's SparseAdam
-                step = torch.as_tensor(value, dtype=torch.float32, device=self._device_of(param))
+                device = self._step_device_of(param)
+                step = torch.as_tensor(value, dtype=torch.float32, device=device)
                 result[name] = step.detach().clone()
             elif not isinstance(value, Tensor):
                 if value is not None:  # torch's SGD without momentum
@@ -398,6 +411,11 @@ class _Hidden:
 
     def __init__(self, value: Any) -> None:
         self.value = value
+
+
+def is_trainable(param: Tensor) -> bool:
+    """Whether all optimizers have a step for parameters of this dtype."""
+    return param.dtype in _DTYPES
 
 
 def has_master(param: Tensor, group: Options) -> bool:

@@ -13,7 +13,7 @@ from fastemb.optim._base import RowCall, RowOptimizer, Update
 from fastemb.optim._dense import DenseUpdate, run_fused, scalar_for
 from fastemb.optim._options import Options
 from fastemb.optim._scaling import Scaling
-from fastemb.optim._states import ParamsT
+from fastemb.optim._states import ParamsT, is_trainable
 
 if TYPE_CHECKING:
     from fastemb.offload._dense import HostStates
@@ -32,7 +32,8 @@ class _AdagradBase(RowOptimizer):
         super().__init__(params, defaults, offload)
         for group in self.param_groups:
             for param in group["params"]:
-                self._prepare(param, group, self.state[param], sparse=False)
+                if is_trainable(param) or param.is_complex():
+                    self._prepare(param, group, self.state[param], sparse=False)
 
     def share_memory(self) -> None:
         """Move the accumulators to shared memory, for training in several processes."""
@@ -154,7 +155,7 @@ class Adagrad(_AdagradBase):
                 lr_decay=group["lr_decay"],
                 weight_decay=group["weight_decay"],
                 eps=group["eps"],
-                maximize=group["maximize"],
+                maximize=bool(group["maximize"]),
                 found_inf=scaling.skip,
             )
 

@@ -187,8 +187,8 @@ class Adam(LazyAdam):
                 beta2=beta2,
                 weight_decay=group["weight_decay"],
                 eps=group["eps"],
-                amsgrad=group["amsgrad"],
-                maximize=group["maximize"],
+                amsgrad=bool(group["amsgrad"]),
+                maximize=bool(group["maximize"]),
                 found_inf=scaling.skip,
             )
 

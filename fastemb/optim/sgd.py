@@ -177,8 +177,8 @@ class SGD(RowOptimizer):
                 momentum=group["momentum"],
                 lr=lr,
                 dampening=group["dampening"],
-                nesterov=group["nesterov"],
-                maximize=group["maximize"],
+                nesterov=bool(group["nesterov"]),
+                maximize=bool(group["maximize"]),
                 is_first_step=first,
                 found_inf=skip,
             )
