@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
@@ -193,6 +193,9 @@ class RowQueue:
 
     def __len__(self) -> int:
         return len(self._parts)
+
+    def __iter__(self) -> Iterator[QueuedRows]:
+        return iter(self._parts)
 
     def append(self, part: QueuedRows) -> None:
         with self._lock:

@@ -57,6 +57,25 @@ def test_shared_values_are_unscaled_once(make: Any, explicit: bool) -> None:
         assert_same_bits(table.weight, old)
 
 
+@pytest.mark.parametrize("makes", [(torch.optim.SGD,) * 2, (optim.SGD, torch.optim.SGD)])
+@pytest.mark.parametrize("how", ["step", "unscale_", "clip"])
+def test_optimizers_that_share_values(makes: Any, how: str) -> None:
+    """What one has unscaled, the other must not find unscaled, nor unscale again."""
+    values = torch.full((2, 2), SCALE)
+    params = [with_grad(torch.zeros(4, 2), coo([1, 2], values, 4)) for _ in range(2)]
+    optimizers = [make([p], lr=1.0) for make, p in zip(makes, params, strict=True)]
+    scaler = begin()
+    scaler.register(nn.ParameterList(params), *optimizers)
+    if how == "clip":
+        scaler.clip_grad_norm_(optimizers[0], 10.0)
+    if how != "step":
+        scaler.unscale_(optimizers[1])
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    for param in params:
+        assert_same_bits(param, torch.tensor([[0.0, -1.0, -1.0, 0.0]] * 2).T)
+
+
 def test_shared_values_with_repeated_rows_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastemb.optim._gradients.on_host", lambda _: False)
     values = torch.full((3, 2), SCALE)

@@ -387,7 +387,11 @@ def test_state_of_groups() -> None:
     scaler.load_state_dict(of_torch)
     assert group_scales(scaler) == {"root": 2.0**6, "aux": 2.0**6}
     assert scaler.state_dict()["fastemb"]["groups"]["aux"]["hysteresis"] == 2
+    before = scaler.state_dict()
     with pytest.raises(ValueError, match="init_scale must be a power of two"):
         scaler.load_state_dict({**of_torch, "scale": 3.0})
+    with pytest.raises(ValueError, match="growth_factor must be a power of two"):
+        scaler.load_state_dict({**of_torch, "growth_factor": 3.0})
+    assert scaler.state_dict() == before
     with pytest.raises(ValueError, match="cannot load a state of version 2"):
         scaler.load_state_dict({**of_torch, "fastemb": {"version": 2}})

@@ -249,6 +249,46 @@ def test_new_scale() -> None:
         scaler.update(torch.ones(2))
 
 
+@pytest.mark.parametrize("cls", [Scaler, GradScaler])
+@pytest.mark.parametrize("fused", [False, True])
+def test_scale_that_is_assigned(cls: type[Scaler], fused: bool) -> None:
+    """A recipe of old against a scale that falls: gradients are divided by the new one, too."""
+    p = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([p], lr=1.0, fused=fused)
+    scaler = cls("cpu", init_scale=2.0, growth_interval=3)
+    scaler.scale(p.sum()).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    old = scaler.scale(p.sum())
+    scaler._scale = torch.tensor(128.0).to(scaler._scale)
+    scaler._growth_tracker = torch.tensor(2, dtype=torch.int32)
+    assert scaler.get_scale() == 128.0
+    old.backward()
+    assert p.grad is not None
+    assert p.grad.tolist() == [2.0, 2.0]
+    optimizer.zero_grad()
+    scaler.scale(p.sum()).backward()
+    assert p.grad.tolist() == [128.0, 128.0]
+    scaler.step(optimizer)
+    scaler.update()
+    assert p.tolist() == [-1.0, -1.0]
+    assert scaler.get_scale() == 256.0  # after three steps
+
+
+def test_scale_that_cannot_be_assigned() -> None:
+    scaler = GradScaler("cpu", groups={"table": {}})
+    scaler.scale(torch.ones(()))
+    with pytest.raises(ValueError, match="power of two"):
+        scaler._scale = torch.tensor(100.0)
+    assert scaler.get_scale() == 2.0**16
+    guard = GradScaler("cpu", mode="guard")
+    guard.scale(torch.ones(()))
+    with pytest.raises(ValueError, match="mode='guard'"):
+        guard._scale = torch.tensor(8.0)
+
+
 # ---- state ----
 
 
@@ -280,6 +320,29 @@ def test_state_goes_to_torch_and_back(one: type[Scaler], other: type[Scaler], us
     assert [states[0][k] for k in keys] == [states[1][k] for k in keys] == [320.0, 4.0, 0.5, 9, 2]
     with pytest.raises(RuntimeError, match="source state dict is empty"):
         target.load_state_dict({})
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize(
+    ("scale", "limits", "expected"),
+    [
+        (0.0, {}, 2.0**-126),
+        (2.0**-70, {"min_scale": 1.0}, 1.0),
+        (2.0**20, {"max_scale": 2.0**16}, 2.0**16),
+        (0.0, {"groups": {"aux": {}}}, 2.0**-126),
+    ],
+)
+def test_states_beyond_the_limits(
+    scale: float, limits: dict[str, Any], expected: float, used: bool
+) -> None:
+    """A scale that torch's scaler has driven to 0 makes every gradient NaN."""
+    state = {**Scaler("cpu").state_dict(), "scale": scale}
+    scaler = GradScaler("cpu", init_scale=limits.get("max_scale", 2.0**16), **limits)
+    if used:
+        scaler.scale(torch.ones(()))
+    scaler.load_state_dict(state)
+    assert scaler.get_scale() == expected
+    assert float(scaler.scale(torch.ones(()))) == expected
 
 
 def test_skips_are_saved_too() -> None:

@@ -49,7 +49,8 @@ class CheckingScaler(GroupedScaler):
             unscale=unscale,
             unscaled=earlier is not None and earlier.unscaled,
         )
-        result = check.run(optimizer)
+        others = (o for o in self._registry.optimizers() if o is not optimizer)
+        result = check.run(optimizer, [o for o in others if self._stage(o) is not OptState.STEPPED])
         if earlier is not None and earlier.unscaled:
             result.stats = earlier.stats
             result.groups |= earlier.groups

@@ -62,7 +62,7 @@ def _state(param: Tensor) -> tuple[list[object], tuple[int, ...]]:
     grad = param.grad
     queue = _row_queue.waiting(param)
     # Parts are never changed: another gradient is another part.
-    objects: list[object] = [] if queue is None else list(queue._parts)
+    objects: list[object] = list(queue or ())
     if grad is None:
         return objects, ()
     objects.append(grad)

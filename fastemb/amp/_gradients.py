@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -107,13 +108,19 @@ class GradientCheck:
         self._unscale = unscale
         self._unscaled = unscaled
         self._result = Pass(unscaled=unscale or unscaled)
-        # Memory that will be written, by storage, and what was looked at elsewhere before.
+        # Memory that others read or that will be written, by storage; and what was looked at
+        # elsewhere before.
         self._taken: dict[int, list[tuple[int, int]]] = defaultdict(list)
         self._looked_at: list[tuple[Tensor, Tensor]] = []
 
     @torch.no_grad()
-    def run(self, optimizer: torch.optim.Optimizer) -> Pass:
+    def run(
+        self, optimizer: torch.optim.Optimizer, waiting: Iterable[torch.optim.Optimizer] = ()
+    ) -> Pass:
         """Look at every gradient of ``optimizer``.
+
+        Args:
+            waiting: other optimizers, whose gradients must stay as they are.
 
         Raises:
             ValueError: a gradient that is neither dense nor sparse COO.
@@ -121,6 +128,8 @@ class GradientCheck:
                 incoming gradients were changed since the backward.
         """
         ours = isinstance(optimizer, RowOptimizer)
+        if self._unscale:
+            self._spare(optimizer, waiting)
         dense: dict[tuple[torch.device, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for param in parameters(optimizer):
             queue = _row_queue.waiting(param)
@@ -310,6 +319,19 @@ class GradientCheck:
         )  # fmt: skip
 
     # ---- memory ----
+
+    def _spare(
+        self, optimizer: torch.optim.Optimizer, others: Iterable[torch.optim.Optimizer]
+    ) -> None:
+        """Take the memory of gradients that ``others`` have and ``optimizer`` does not."""
+        own = {id(param) for param in parameters(optimizer)}
+        for param in chain.from_iterable(map(parameters, others)):
+            grad = param.grad
+            if id(param) in own or grad is None:
+                continue
+            values = grad._values() if grad.layout == torch.sparse_coo else grad
+            if values.layout == torch.strided and values.numel() > 0:
+                self._overlaps(values)
 
     def _writable(
         self, param: Tensor, values: Tensor, gradient: Callable[[Tensor], Tensor]

@@ -31,6 +31,8 @@ from fastemb.amp._statistics import Statistics
 from fastemb.amp.boundary import boundary
 
 _INIT_SCALE = 2.0**16
+# Entries of torch's state that say how the scale moves.
+_MOVES = ("growth_factor", "backoff_factor", "growth_interval")
 _OP = "GradScaler"
 
 
@@ -153,7 +155,6 @@ class GroupedScaler(torch.amp.GradScaler):
         self._groups.append(group)
         if self._scales is not None:
             self._scales.add([group])
-            self._share_root()
             self._iteration.grow(len(self._groups))
         return len(self._groups) - 1
 
@@ -186,6 +187,7 @@ class GroupedScaler(torch.amp.GradScaler):
     def register(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
         """Tell the scaler about a model, and about optimizers that `step` has not seen yet.
 
+        Only of optimizers that it knows can it see gradients that wait for a step of their own.
         Names its parameters in statistics and messages, makes each `BoundaryLinear` begin its
         group, and counts what flows into the tables of `fastemb.nn`. Call it again for layers that
         come later. The scaler keeps neither alive; copies and pickles of either are without.
@@ -253,13 +255,44 @@ class GroupedScaler(torch.amp.GradScaler):
         root.config, root.scale = self._root_config(), self._init_scale
         root.state = (self._init_growth_tracker, *root.state[1:])
         self._scales = Scales(self._groups, dev, fixed=self._guard)
-        self._share_root()
 
-    def _share_root(self) -> None:
-        """torch's attributes are views of the group's state."""
-        assert self._scales is not None
-        self._scale = self._scales.values[ROOT]
-        self._growth_tracker = self._scales.states[ROOT, 0]
+    # torch's attributes are views of the group's state. There are programs that assign to them, to
+    # keep the scale from falling, which must not part the scale of the loss from that of gradients.
+
+    @property
+    def _scale(self) -> Tensor | None:
+        scales = self._started()
+        return None if scales is None else scales.values[ROOT]
+
+    @_scale.setter
+    def _scale(self, value: Tensor | None) -> None:
+        scales = self._started()
+        if scales is None or value is None:  # None is what torch begins with
+            return
+        if self._guard:
+            raise ValueError(f"{_OP}: there is no scale to set with mode='guard'")
+        if len(self._groups) > 1:
+            config = replace(self._root_config(), init_scale=float(value))
+            check_config(_OP, config, exact=True)
+        values = scales.values.clone()  # graphs may need the old ones
+        values[ROOT] = value
+        scales.values = values
+        scales.forget()
+
+    @property
+    def _growth_tracker(self) -> Tensor | None:
+        scales = self._started()
+        return None if scales is None else scales.states[ROOT, 0]
+
+    @_growth_tracker.setter
+    def _growth_tracker(self, value: Tensor | None) -> None:
+        scales = self._started()
+        if scales is not None and value is not None:
+            scales.states[ROOT, 0] = value
+
+    def _started(self) -> Scales | None:
+        scales: Scales | None = vars(self).get("_scales")  # torch assigns before there are any
+        return scales
 
     # ---- state ----
 
@@ -308,7 +341,8 @@ class GroupedScaler(torch.amp.GradScaler):
         """Load a state of this scaler, or one of torch's: then groups start with its scale.
 
         Groups that the state has and this scaler does not are declared as they were; groups that it
-        does not have start over.
+        does not have start over. A scale of the root beyond the limits of this scaler, such as the
+        0 that torch's reaches, becomes the nearest that they allow.
 
         Raises:
             ValueError: a version that is not known; a scale that is no power of two where there
@@ -326,11 +360,18 @@ class GroupedScaler(torch.amp.GradScaler):
         if own["version"] != 1:
             raise ValueError(f"{_OP}: cannot load a state of version {own['version']!r}")
         entries = own["groups"]
-        root = {**state_dict, "scale": 1.0} if self._guard and state_dict else state_dict
-        super().load_state_dict(root)
-        groups = [Group(ROOT_NAME, self._root_config(), self._init_scale)]
         configs = {group.name: group.config for group in self._groups[1:]}
         names = [*configs, *(n for n in entries if n not in configs and n != ROOT_NAME)]
+        root = state_dict
+        if state_dict:  # torch refuses an empty one
+            limits = self._root_config()
+            scale = min(max(state_dict["scale"], limits.min_scale), limits.max_scale)
+            root = {**state_dict, "scale": scale}
+            if names and not self._guard:
+                loaded = {name: state_dict[name] for name in _MOVES}
+                check_config(_OP, replace(limits, init_scale=scale, **loaded), exact=True)
+        super().load_state_dict(root)
+        groups = [Group(ROOT_NAME, self._root_config(), self._init_scale)]
         for name in names:
             entry = entries.get(name)
             config = configs.get(name)
@@ -339,8 +380,6 @@ class GroupedScaler(torch.amp.GradScaler):
             assert config is not None
             scale = min(max(self._init_scale, config.min_scale), config.max_scale)
             groups.append(Group(name, config, scale if entry is None else entry["scale"]))
-        if len(groups) > 1 and not self._guard:
-            check_config(_OP, self._root_config(), exact=True)
         for group in groups:
             entry = entries.get(group.name, {})
             growth = self._init_growth_tracker if group.name == ROOT_NAME else 0
@@ -352,7 +391,6 @@ class GroupedScaler(torch.amp.GradScaler):
         self._groups = groups
         if self._scales is not None:
             self._scales = Scales(groups, self._scales.device, fixed=self._guard)
-            self._share_root()
         self._per_optimizer_states.clear()
         self._iteration = Iteration(self._iteration.number + 1)
 

@@ -85,7 +85,8 @@ class GradScaler(CheckingScaler):
 
         Raises:
             RuntimeError: a parameter or a boundary that is reached through two groups, by name; a
-                parameter whose gradient was made before an `update` that changed its scale, and has
+                parameter of an optimizer that the scaler knows (from `register`, or an earlier
+                `step`) whose gradient was made before an `update` that changed its scale, and has
                 not been used or cleared.
         """
         if not self._enabled:
@@ -418,8 +419,8 @@ class GradScaler(CheckingScaler):
 
             Counts are "elements", of which "zeros" are 0, "tiny" have an unscaled magnitude below
             2**-24 (fp16 would flush them without a scale), "flushed" at most 2**-25 and
-            "subnormal" below 2**-14 as they are scaled, "infinite", "nan", and "largest", the
-            largest finite unscaled magnitude.
+            "subnormal" more, but below 2**-14, as they are scaled, "infinite", "nan", and
+            "largest", the largest finite unscaled magnitude.
 
         A gradient that went through fp16 before shows "zeros" in place of "flushed" ones.
         """
