@@ -2,6 +2,9 @@
 
 The forward and the gradient of ``per_sample_weights`` are those of the operators; ``weight.grad``
 stays None. What would need a gradient tensor is refused by name.
+
+Lookups in an offloaded table read its cache on the device, a leaf that says in ``stands_for``, a
+weak reference, which parameter it stands for.
 """
 
 from __future__ import annotations
@@ -196,7 +199,32 @@ def _make_lookup(
     def queueing_backward(ctx: Any, *grads: Tensor | None) -> Any:
         return backward(ctx, *grads, weight_gradient=partial(_queue, ctx))
 
-    return make_function(op, queueing_backward, setup).apply
+    in_memory = make_function(op, queueing_backward, setup)
+
+    # The parameter is the input that autograd sees, so that a gradient which is asked for by name
+    # finds it, and so does `fastemb.amp`, which looks for the parameters behind a boundary.
+    def forward(ctx: Any, weight: Tensor, *args: Any) -> Any:
+        *args_of_lookup, cache = args
+        output = in_memory.forward(ctx, cache, *args_of_lookup)
+        ctx.leaf = weakref.ref(weight)
+        return output
+
+    def offloaded_backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return (*queueing_backward(ctx, *grads), None)
+
+    offloaded = type(
+        op,
+        (torch.autograd.Function,),
+        {"forward": staticmethod(forward), "backward": staticmethod(offloaded_backward)},
+    )
+
+    def lookup(weight: Tensor, *args: Any) -> Any:
+        stands_for = getattr(weight, "stands_for", None)
+        if stands_for is None:
+            return in_memory.apply(weight, *args)
+        return offloaded.apply(stands_for(), *args, weight.detach())  # type: ignore[attr-defined]
+
+    return lookup
 
 
 # They take what the operators take, with ``sparse`` True; the weight requires grad and passes

@@ -184,6 +184,33 @@ def test_the_norm_of_a_scaler_is_that_of_the_rows_in_their_order(mode: str) -> N
     assert run(new_engine(cache=300)) == run(None)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_scale_groups(dtype: torch.dtype) -> None:
+    """A scaler has to find the tables behind a boundary, or their scale is not taken out."""
+    case = Case((TableCase(rows=80), TableCase(rows=40, mode="mean")), dtype, steps=12)
+    batches = case.batches()
+
+    def run(engine: Any) -> Any:
+        model, optimizer = build(case, engine)
+        scaler = fastemb.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
+        scaler.register(model, optimizer)
+        loader: Any = batches if engine is None else engine.prefetch(batches, ids=ids_of)
+        scales = []
+        for number, batch in enumerate(loader):
+            output = scaler.boundary(model(batch["lookups"]), group="tables")
+            loss = (output - batch["target"]).square().mean()
+            if number == 5:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update(65536.0 if number == 1 else None)
+            scales.append(scaler.stats(wait=True)["groups"])
+            optimizer.zero_grad()
+        return (repr(scales), *saved(model, optimizer))
+
+    assert run(new_engine(cache=16)) == run(None)
+
+
 @pytest.mark.parametrize("prefetch", [True, False])
 @pytest.mark.parametrize("depth", [0, 3])
 def test_accumulation_over_many_batches(prefetch: bool, depth: int) -> None:
@@ -244,6 +271,30 @@ def test_weights_of_samples_find_their_rows_after_the_next_batch_was_fetched() -
     for prefetched in (1, 3):
         engine = new_engine(cache=50, depth=prefetched)
         assert run(True, engine) == want
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_ids_behind_the_last_bag_may_be_anything(mode: str, prefetch: bool) -> None:
+    """Such as what fills batches up to one length."""
+    table = TableCase(rows=20, mode=mode, layout="closed", weighted=mode != "max")
+    case = Case((table,))
+    batches = case.batches()
+    for batch in batches:
+        given = batch["lookups"]["t0"]
+        given["input"] = torch.cat([given["input"], torch.tensor([-1, 3, 1 << 40])])
+        if "per_sample_weights" in given:
+            given["per_sample_weights"] = torch.cat([given["per_sample_weights"], torch.ones(3)])
+
+    def in_bags(batch: dict[str, Any]) -> torch.Tensor:
+        given = batch["lookups"]["t0"]
+        return given["input"][: given["offsets"][-1]]
+
+    want = trained(case, None, batches=batches)
+    engine = new_engine(cache=20)
+    model, optimizer = build(case, engine)
+    loader: Any = engine.prefetch(batches, ids=in_bags) if prefetch else batches
+    assert (train(case, model, optimizer, loader), *saved(model, optimizer)) == want
 
 
 def test_options_that_change_in_training() -> None:

@@ -461,6 +461,25 @@ def test_more_lookups_in_one_step_than_there_are_batches_in_flight() -> None:
     assert run(new_engine(cache=8)) == run(None)
 
 
+def test_a_gradient_that_is_asked_for_by_name() -> None:
+    batch = CASE.batches()[0]
+    engine, model, optimizer = offloaded()
+    plain, plain_optimizer = build(CASE, None)
+    for unused in (False, True):  # None would say that the loss does not depend on the table
+        loss, _ = loss_of(model, batch)
+        with raises(RuntimeError, "torch.autograd.grad cannot return", "'t0'", "fused"):
+            torch.autograd.grad(loss, model.t0.weight, allow_unused=unused)
+
+    for name in ("t0.weight", "layer.weight"):
+        for net, steps_of in ((model, optimizer), (plain, plain_optimizer)):
+            loss, _ = loss_of(net, batch)
+            loss.backward(inputs=[net.get_parameter(name)])
+            steps_of.step()
+            steps_of.zero_grad()
+        assert saved(model, optimizer) == saved(plain, plain_optimizer)
+    assert pinned(engine) == 0
+
+
 def test_hooks_and_other_optimizers_are_refused() -> None:
     batch = CASE.batches()[0]
     _, model, optimizer = offloaded()
@@ -587,6 +606,53 @@ def test_close_brings_the_tables_up_to_date_and_ends_the_engine() -> None:
         model(batches[0]["lookups"])
     with raises(RuntimeError, "closed"):
         list(engine.prefetch(batches, ids=ids_of))
+
+
+def test_a_with_block_closes_the_engine_also_after_an_error() -> None:
+    batches = CASE.batches()
+    engine, model, optimizer = offloaded()
+    with pytest.raises(ZeroDivisionError), engine as entered:
+        steps(model, optimizer, entered.prefetch(batches, ids=ids_of), stop=3)
+    with raises(RuntimeError, "closed"):
+        engine.flush()
+    assert saved(model, optimizer) == in_memory(CASE, batches[:4])
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_lookups_of_other_threads(prefetch: bool) -> None:
+    """They wait for each other, and find their rows, while one thread trains another table."""
+    case = Case((TableCase(rows=200), TableCase(rows=40, bag=False)), steps=30)
+    batches = case.batches()
+    engine, model, optimizer = offloaded(case, cache={"t0": 60, "t1": 36})
+    model.t0.weight.requires_grad_(False)
+    values = model.t0.weight.detach().clone()
+    wrong: list[object] = []
+
+    def look_up(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        try:
+            for _ in range(100):
+                ids = torch.randint(0, 200, (10, 1), generator=generator)
+                if not torch.equal(model.t0(ids), values[ids[:, 0]]):
+                    wrong.append(ids)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=look_up, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for batch in engine.prefetch(batches, ids=ids_of) if prefetch else batches:
+        step(model, optimizer, batch)
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    plain, plain_optimizer = build(case, None)
+    plain.t0.weight.requires_grad_(False)
+    for batch in batches:
+        step(plain, plain_optimizer, batch)
+    assert saved(model, optimizer) == saved(plain, plain_optimizer)
+    assert engine.verify() == {"t0": [], "t1": []}
+    assert pinned(engine) == 0
 
 
 def test_close_after_the_model_is_gone(tmp_path: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,30 @@ def test_the_step_in_a_file_is_that_of_loaded_states(tmp_path: Path) -> None:
     loss.backward()
     optimizer.step()
     assert float(optimizer.state[model.t0.weight]["step"]) == 7
+    again.close()
+
+
+def test_states_of_another_step_than_the_weights_are_refused(tmp_path: Path) -> None:
+    case = Case(steps=6)
+    data = case.batches()
+    engine = new_engine(cache=18, storage=tmp_path)
+    model, optimizer = build(case, engine)
+    train_case(case, model, optimizer, engine.prefetch(data[:4], ids=ids_of))
+    checkpoint = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train_case(case, model, optimizer, engine.prefetch(data[4:], ids=ids_of))
+    want = saved(model, optimizer)
+    engine.close()
+
+    again = new_engine(cache=18, storage=tmp_path, resume=True)
+    model, optimizer = build(case, again)
+    optimizer.load_state_dict(checkpoint[1])
+    loss_of(model, data[4])[0].backward()
+    with raises(RuntimeError, "'t0'", "file of step 6", "checkpoint of step 4"):
+        optimizer.step()
+    optimizer.zero_grad()
+    model.load_state_dict(checkpoint[0])
+    train_case(case, model, optimizer, again.prefetch(data[4:], ids=ids_of))
+    assert saved(model, optimizer) == want
     again.close()
 
 

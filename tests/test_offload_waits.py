@@ -318,7 +318,7 @@ CALLS: dict[tuple[str, str], list[Callable[[], None]]] = {
     ("Table.wait", "lookup"): [lookup_without_prefetch],
     ("Table.wait", "__iter__"): [lookup_with_prefetch],
     ("OffloadEngine.wait", "wait"): [lookup_without_prefetch, lookup_with_prefetch],
-    ("OffloadEngine.wait", "_refresh"): [load_within_a_batch],
+    ("OffloadEngine.wait", "_refetched"): [load_within_a_batch],
     ("OffloadEngine.wait", "_mend"): [mend_between_batches],
     ("OffloadEngine.wait", "_adopt_writes"): [write_within_a_batch],
     ("OffloadEngine.wait", "reset"): [reset_within_a_batch],

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from fastemb.offload._held import HeldRows
+from fastemb.offload._interrupts import uninterrupted
 from fastemb.offload._slots import CacheTooSmallError
-from fastemb.offload._stored import HeldRows
 from fastemb.offload._table import Table
 
 if TYPE_CHECKING:
@@ -79,16 +80,18 @@ class Prefetcher(Generic[Batch]):
                 assert rows is not None  # there was room for the first, or an error
                 for number, table in enumerate(tables):
                     table.wait(rows[number])
-                for table, held in zip(tables, rows, strict=True):
-                    table.begin(held)
-                engine.step += 1
                 try:
+                    for table, held in zip(tables, rows, strict=True):
+                        table.begin(held)
+                        del held
+                    engine.step += 1
                     yield batch  # type: ignore[misc]
                 finally:
-                    for table, held in zip(tables, rows, strict=True):
-                        table.end(held)
-                        del held
-                    del rows, batch
+                    with engine.lock, uninterrupted:
+                        for table, held in zip(tables, rows, strict=True):
+                            table.end(held)
+                            del held
+                        del rows, batch
         finally:  # whoever keeps the traceback of an error must not keep the slots
             ahead.clear()
             rows = None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,9 @@ from fastemb._memory import advise_huge_pages
 from fastemb._offloaded import RowState
 from fastemb._row_queue import QueuedRows, drop
 from fastemb.nn._table import keep_full_gradients
+from fastemb.offload._held import HeldRows, Pins
 from fastemb.offload._host import HostTable, fill
+from fastemb.offload._interrupts import uninterrupted
 from fastemb.offload._lanes import Event
 from fastemb.offload._layout import Field, RecordLayout
 from fastemb.offload._slots import Policy, SlotMap
@@ -26,36 +29,18 @@ if TYPE_CHECKING:
 
 _ops = torch.ops.fastemb
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
-class HeldRows:
-    """Rows that stay in their slots as long as this object lives."""
 
-    def __init__(self, table: StoredTable, rows: Tensor, slots: Tensor) -> None:
-        self.map = table.slots
-        self.slots = slots
-        self.rows = rows
-        self.table = table
-        self.delivered: Event | None = None  # when the last of them, and all before it, has come
-        self.mended = table.mended
+def alone(method: _Method) -> _Method:
+    """Have other threads wait while one changes what the tables of an engine know."""
 
-    @property
-    def weight(self) -> Tensor:
-        """For the backward.
+    @wraps(method)
+    def locked(self: StoredTable, *args: Any, **options: Any) -> Any:
+        with self.lock:
+            return method(self, *args, **options)
 
-        Raises:
-            RuntimeError: the slots were taken away since.
-        """
-        if self.map is not self.table.slots:
-            raise RuntimeError(
-                f"table {self.table.name!r}: the cache was begun anew after this lookup, so there "
-                "can be no backward through it"
-            )
-        return self.table.weight
-
-    def __del__(self) -> None:
-        # On whatever thread the last reference goes; the planner comes by.
-        if hasattr(self, "table"):  # an interrupt can come before it has
-            self.table.released.append((self.map, self.slots))
+    return cast(_Method, locked)
 
 
 class StoredTable:
@@ -71,7 +56,9 @@ class StoredTable:
         delivered: the last fetch.
         spoiled: rows in the cache whose fetch has failed.
         mended: how often all that is in the cache was fetched again.
-        released: slots whose pins are to be taken away, and the map that has them.
+        lock: of the engine.
+        pins: those of all `HeldRows`.
+        released: of these the ones that are to be taken away.
         hits, misses: distinct rows of batches that were, or were not, in the cache.
     """
 
@@ -91,6 +78,7 @@ class StoredTable:
         seed: int,
     ) -> None:
         self.name = name
+        self.lock = engine.lock
         self.device = engine.device
         self.num_slots = num_slots
         self.cache: dict[str, Tensor] = {}
@@ -99,7 +87,8 @@ class StoredTable:
         self.delivered: Event | None = None
         self.spoiled: list[Tensor] = []
         self.mended = 0
-        self.released: deque[tuple[SlotMap, Tensor]] = deque()
+        self.pins: set[Pins] = set()
+        self.released: deque[Pins] = deque()
         self.hits = 0
         self.misses = 0
         self.current: list[HeldRows] = []
@@ -111,6 +100,7 @@ class StoredTable:
         self._optimizer: weakref.ref[object] | None = None
         self._retired: weakref.WeakSet[object] = weakref.WeakSet()  # those before it
         self._step: Tensor | None = None
+        self._resumed_at: float | None = None  # the step of weights that are those of a file
         self._version = weight._version
         self._opened = False
         self._sealed = False
@@ -156,7 +146,10 @@ class StoredTable:
         self.host = host
         self._sealed = sealed
         self._states = _row_states(host.layout)
+        if self._states:
+            self._resumed_at = host.optimizer_step
 
+    @alone
     @torch.no_grad()
     def open(self) -> None:
         """Make records and cache, at the first use; before it nothing is known of the optimizer.
@@ -190,6 +183,7 @@ class StoredTable:
         self._point_weight()
         self._open_cache()
 
+    @alone
     @torch.no_grad()
     def give_back(self) -> None:
         """Let the parameter have memory of its own again, up to date, on the engine's device.
@@ -228,6 +222,7 @@ class StoredTable:
         self.cache = self._cache_of(self.host.layout)
         self.leaf = nn.Parameter(self.cache["weight"], self.weight.requires_grad)
         keep_full_gradients(self.leaf)
+        self.leaf.stands_for = self._weight  # type: ignore[attr-defined]
         self.engine.transfers.make_room(self.host.layout.record_bytes)
         self._opened = True
 
@@ -242,6 +237,7 @@ class StoredTable:
 
     # ---- for optimizers ----
 
+    @alone
     def bind(self, optimizer: object, states: Sequence[RowState]) -> None:
         if self._closed:
             raise RuntimeError(f"table {self.name!r} is closed, as its OffloadEngine is")
@@ -252,6 +248,7 @@ class StoredTable:
             )
         if self._opened:
             self.settle()  # a step must see what was written since the lookup
+        self._check_resumed()
         owner, wanted = self._owner(), tuple(states)
         if owner is optimizer and wanted == self._states:
             return
@@ -268,12 +265,22 @@ class StoredTable:
             self._retired.add(owner)
         self._optimizer = weakref.ref(optimizer)
 
+    def _check_resumed(self) -> None:
+        at = self._resumed_at
+        if at is not None and self._step is not None and float(self._step) != at:
+            raise RuntimeError(
+                f"table {self.name!r}: its weights are from a file of step {at:g}, "
+                f"its states from a checkpoint of step {float(self._step):g}; load the weights of "
+                "that checkpoint as well, or only the states that the file lacks"
+            )
+
     def has_states_of_another(self, optimizer: object) -> bool:
         return self._step is not None and self._owner() not in (None, optimizer)
 
     def _owner(self) -> object | None:
         return None if self._optimizer is None else self._optimizer()
 
+    @alone
     def begin_anew(self) -> None:
         if self._step is not None:
             self.flush()
@@ -294,7 +301,8 @@ class StoredTable:
         self.cache = cache
         self._point_weight()
         self.engine.transfers.make_room(self.host.layout.record_bytes)
-        self._refresh()
+        self._refetch()
+        self._refetched()
 
     @torch.no_grad()
     def _begin_states(self) -> None:
@@ -324,6 +332,7 @@ class StoredTable:
         fields = self.host.fields
         return {s.name: fields[s.name][:, 0] if s.flat else fields[s.name] for s in self._states}
 
+    @alone
     @torch.no_grad()
     def take_states(self, given: Mapping[str, object]) -> None:
         views = self.host_states()
@@ -340,8 +349,10 @@ class StoredTable:
                 views[name].copy_(value)
             self.replaced()
 
+    @alone
     def stepped(self, part: QueuedRows, step: Tensor) -> None:
         self._step = step
+        self._resumed_at = None
         for held in part.keeps:
             assert isinstance(held, HeldRows)
             self.slots.mark_dirty(held.slots)
@@ -353,6 +364,7 @@ class StoredTable:
 
     # ---- host and cache ----
 
+    @alone
     def flush(self) -> None:
         """Bring the records up to date, before somebody reads all of them, or writes some fields.
 
@@ -374,6 +386,7 @@ class StoredTable:
                     "replaces them",
                 )
 
+    @alone
     @torch.no_grad()
     def write_back(self) -> None:
         """Bring the records up to date; the cache stays as it is."""
@@ -386,22 +399,28 @@ class StoredTable:
         dirty = self.slots.dirty()
         if len(dirty):
             self.host.mark_dirty()
-            self.slots.mark_clean(dirty)
-            engine.transfers.write_back(self, self.slots.row_of[dirty], dirty, engine.step)
+            with uninterrupted:
+                engine.transfers.write_back(self, self.slots.row_of[dirty], dirty, engine.step)
+                self.slots.mark_clean(dirty)
         engine.drain()
         if self._step is not None:
             self.host.optimizer_step = float(self._step)
         self.host.flush(engine.step)
 
+    @alone
     @torch.no_grad()
     def replaced(self, step: Tensor | None = None) -> None:
         # Nothing is under way: whoever wrote them has flushed before, or drained the lanes, and
         # only the training loop begins transfers.
-        self.host.seal()
-        self._refresh()
-        self._version = self.weight._version
-        if step is not None:
-            self._step = step
+        with uninterrupted:
+            self.host.seal()
+            self._refetch()
+            self._version = self.weight._version
+            if step is None:
+                self._resumed_at = None
+            else:
+                self._step = step
+        self._refetched()
 
     def loadable(self, given: object) -> dict[str, Tensor]:
         """What `load` takes, of what was given for this table.
@@ -431,6 +450,7 @@ class StoredTable:
                 )
         return dict(values)
 
+    @alone
     @torch.no_grad()
     def load(self, values: Mapping[str, Tensor]) -> None:
         """Write all records; fields that are not among ``values`` begin anew."""
@@ -455,33 +475,40 @@ class StoredTable:
         self.current = []
         self._slot_of_current.fill_(-1)
 
+    @alone
     @torch.no_grad()
     def reset(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
         """Write the records of some rows, which may be those that a transfer has found wrong."""
         self.engine.drain(raising=False)
         self.delivered = None  # over, and maybe failed
         self.engine.check()
-        self.host.reset(rows, values)
-        slots = self.slots.slot_of[rows].long()
-        there = slots >= 0
-        self.slots.mark_clean(slots[there])
-        self._fetch(rows[there], slots[there])
+        with uninterrupted:
+            self.host.reset(rows, values)
+            slots = self.slots.slot_of[rows].long()
+            there = slots >= 0
+            self.slots.mark_clean(slots[there])
+            self._fetch(rows[there], slots[there])
         self.engine.wait(self.delivered)
 
-    def _refresh(self) -> None:
-        """Bring the rows that are in the cache there again."""
+    def _refetch(self) -> None:
+        """Bring the rows that are in the cache there again; `_refetched` waits for them."""
         filled = torch.where(self.slots.row_of >= 0)[0]
         self.slots.mark_clean(filled)
         self._fetch(self.slots.row_of[filled], filled)
+
+    def _refetched(self) -> None:
         self.engine.wait(self.delivered)
         self.mended += 1
 
+    @alone
     def settle(self) -> None:
         """Take notice of what happened since the last time: released rows, writes, failures."""
         while self.released:
-            slot_map, slots = self.released.popleft()
-            if slot_map is self.slots:
-                slot_map.release(slots)
+            with uninterrupted:
+                pins = self.released.popleft()
+                self.pins.discard(pins)
+                if pins.map is self.slots:
+                    pins.map.release(pins.slots)
         weight = self._weight()
         if weight is not None:
             if weight.data_ptr() != self.host.fields["weight"].data_ptr():
@@ -504,9 +531,7 @@ class StoredTable:
         Raises:
             IntegrityError: a record came to a dirty slot, or is wrong again.
         """
-        spoiled, self.spoiled = self.spoiled, []
-        self.delivered = None  # has failed
-        rows = torch.cat(spoiled).unique()
+        rows = torch.cat(self.spoiled).unique()
         dirty = self.slots.dirty()
         sent = self.host.layout.headers(self.host.records)[rows, 0]
         lost = torch.isin(self.headers[dirty.to(self.device), 0].cpu(), sent)
@@ -523,7 +548,10 @@ class StoredTable:
         clean = self.slots.row_of >= 0
         clean[dirty] = False
         slots = torch.where(clean)[0]
-        self._fetch(self.slots.row_of[slots], slots, self.stored)
+        with uninterrupted:
+            self.spoiled = []
+            self.delivered = None  # has failed
+            self._fetch(self.slots.row_of[slots], slots, self.stored)
         self.engine.wait(self.delivered)
         self.mended += 1
 
@@ -558,10 +586,12 @@ class StoredTable:
                     "cache; call engine.flush() before writing it (now engine.load_state_dict() "
                     "goes on from a checkpoint)",
                 )  # fmt: skip
-            self.host.seal(rows)
-            there = slots >= 0
-            self._fetch(rows[there], slots[there])
+            with uninterrupted:
+                self.host.seal(rows)
+                there = slots >= 0
+                self._fetch(rows[there], slots[there])
             self.engine.wait(self.delivered)
+            self._resumed_at = None
         self._version = self.weight._version
 
     def _fetch(self, rows: Tensor, slots: Tensor, stored: Event | None = None) -> None:

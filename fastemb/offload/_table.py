@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from fastemb import _reference
+from fastemb.offload._held import HeldRows
+from fastemb.offload._interrupts import uninterrupted
 from fastemb.offload._slots import CacheTooSmallError
-from fastemb.offload._stored import HeldRows, StoredTable
+from fastemb.offload._stored import StoredTable, alone
 from fastemb.offload._transfers import Failure
 
 _ops = torch.ops.fastemb
@@ -51,8 +53,13 @@ class Table(StoredTable):
         if len(rows) > self.num_slots:
             raise CacheTooSmallError(self.name, len(rows), len(rows), self.num_slots)
 
+    @alone
     def bring(self, rows: Tensor, counts: Tensor) -> HeldRows:
         """Have ``rows`` brought into the cache, and hold them; they are there after `wait`."""
+        with uninterrupted:
+            return self._bring(rows, counts)
+
+    def _bring(self, rows: Tensor, counts: Tensor) -> HeldRows:
         engine = self.engine
         plan = self.slots.plan(rows, counts)
         evicted, missing = plan.evicted_rows, rows[plan.missing]
@@ -65,7 +72,7 @@ class Table(StoredTable):
                 evicted = evicted[:0]
             self._fetch(missing, plan.slots[plan.missing], stored)
             held.delivered = self.delivered
-        except BaseException as error:  # an interrupt, say: the plan must not pass for done
+        except BaseException as error:  # no memory, say: the plan must not pass for done
             if len(evicted):
                 lost = RuntimeError(
                     f"table {self.name!r}: interrupted while rows were leaving the cache, so newer "
@@ -88,20 +95,24 @@ class Table(StoredTable):
         if mended == self.mended:
             self.engine.wait(delivered)
 
+    @alone
     def begin(self, held: HeldRows) -> None:
         """Lookups find these rows, and only these, from now on, until `end`."""
-        if self.current:
-            self._hide(self.current[-1])
-        self.current.append(held)
-        self._show(held)
+        with uninterrupted:
+            if self.current:
+                self._hide(self.current[-1])
+            self.current.append(held)
+            self._show(held)
 
+    @alone
     def end(self, held: HeldRows) -> None:
         """`begin` no longer holds; what held before does again."""
-        self._hide(held)
-        if held in self.current:
-            self.current.remove(held)
-        if self.current:
-            self._show(self.current[-1])
+        with uninterrupted:
+            self._hide(held)
+            if held in self.current:
+                self.current.remove(held)
+            if self.current:
+                self._show(self.current[-1])
 
     def _show(self, held: HeldRows) -> None:
         rows, slots = (self._sent(x) for x in (held.rows, held.slots.int()))
@@ -116,6 +127,7 @@ class Table(StoredTable):
             return numbers
         return numbers.pin_memory().to(self.device, non_blocking=True)
 
+    @alone
     def lookup(self, op: str, ids: Tensor, padding_idx: int | None) -> Lookup:
         """Slots for the ids of a lookup, whose rows are in the cache afterwards.
 
@@ -166,6 +178,7 @@ class Table(StoredTable):
             return None
         return slots.view(ids.shape), self.current[-1]
 
+    @alone
     def touched(self, lookup: Lookup) -> None:
         """The rows of a lookup have been changed in the cache, by ``max_norm``."""
         self.slots.mark_dirty(lookup.held.slots)

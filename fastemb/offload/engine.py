@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import count
 from pathlib import Path
+from threading import RLock
+from types import TracebackType
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -87,7 +89,8 @@ class OffloadEngine:
     The loop also works without `prefetch`; then every lookup waits for its rows. An offloaded
     ``weight`` is the host table: it is up to date after `flush`, which ``state_dict`` calls by
     itself, and may be written in place (``with torch.no_grad()``) after one. Its gradient is that
-    of ``sparse="fused"``. One thread trains; not within `torch.compile` graphs.
+    of ``sparse="fused"``. One thread trains, lookups of others wait for it; not within
+    `torch.compile` graphs.
 
     Args:
         device: of the cache and the lookups; default: the current CUDA device, else the CPU.
@@ -161,6 +164,7 @@ class OffloadEngine:
             raise ValueError(f"OffloadEngine: device must be of cpu or cuda, got {self.device}")
         self.depth = depth
         self.step = 0
+        self.lock = RLock()
         self.tables: dict[str, Table] = {}
         self._cache = cache
         self._policy: Policy = policy
@@ -444,7 +448,7 @@ class OffloadEngine:
         )
 
     def close(self) -> None:
-        """`flush`, end the lanes and close the files. Idempotent.
+        """`flush`, end the lanes and close the files, as a ``with`` block does. Idempotent.
 
         Weights and states may be read and saved after it, and `fastemb.revert` works.
         """
@@ -462,6 +466,17 @@ class OffloadEngine:
             for table in self.tables.values():
                 table.close()
             self.tables = {}
+
+    def __enter__(self) -> OffloadEngine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
 
     # ---- waiting ----
 

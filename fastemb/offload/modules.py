@@ -274,6 +274,7 @@ class EmbeddingBag(OffloadedModule, nn.EmbeddingBag):
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
         """One row per bag; see `fastemb.functional.embedding_bag`."""
+        input, per_sample_weights = self._in_bags(input, offsets, per_sample_weights)
         lookup = self._look_up("embedding_bag", input)
         return self._done(
             lookup,
@@ -293,3 +294,23 @@ class EmbeddingBag(OffloadedModule, nn.EmbeddingBag):
                 table=self.table,
             ),
         )
+
+    def _in_bags(
+        self, input: Tensor, offsets: Tensor | None, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Without the ids behind the last bag, which need be none of the table.
+
+        On CUDA that would wait for the offsets; there a kernel says what is out of range, and only
+        of ids that are in a bag. ``max_norm`` reads all of them.
+        """
+        if (
+            not (self.include_last_offset and isinstance(input, Tensor) and input.dim() == 1)
+            or not (isinstance(offsets, Tensor) and offsets.dim() == 1 and len(offsets))
+            or offsets.device.type != "cpu"
+            or offsets.is_floating_point()
+            or self.max_norm is not None
+            or (weights is not None and weights.shape != input.shape)
+        ):
+            return input, weights
+        end = max(0, int(offsets[-1]))  # offsets that are wrong are found so by the lookup
+        return input[:end], None if weights is None else weights[:end]
