@@ -9,6 +9,7 @@ import pytest
 import torch
 from optim_cases import assert_same_bits, bits, coo, random_rows, snapshot
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import fastemb
 from fastemb import optim
@@ -222,6 +223,15 @@ def test_layouts_that_nobody_can_unscale() -> None:
     scaler = begin()
     with pytest.raises(ValueError, match=r"must be dense or sparse COO, got torch.sparse_csr for"):
         scaler.step(torch.optim.SGD([p]))
+
+
+def test_wrappers_that_nobody_can_unscale() -> None:
+    p = nn.Parameter(TwoTensor(torch.ones(2, 2), torch.ones(2, 2)))
+    p.grad = TwoTensor(torch.ones(2, 2), torch.ones(2, 2))
+    with pytest.raises(
+        ValueError, match=r"must be plain tensors, got TwoTensor for parameter 0 of"
+    ):
+        begin().step(torch.optim.SGD([p]))
 
 
 # ---- fp16 ----

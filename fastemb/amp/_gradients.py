@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastemb import _row_queue
 from fastemb._grad_reference import GRAD_STATS
@@ -123,7 +124,7 @@ class GradientCheck:
             waiting: other optimizers, whose gradients must stay as they are.
 
         Raises:
-            ValueError: a gradient that is neither dense nor sparse COO.
+            ValueError: a gradient that is neither dense nor sparse COO, or a wrapper as `DTensor`.
             RuntimeError: a table with ``sparse="fused"`` that has a ``.grad`` as well, or whose
                 incoming gradients were changed since the backward.
         """
@@ -140,6 +141,12 @@ class GradientCheck:
             grad = param.grad
             if grad is None:
                 continue
+            wrapped: bool = is_traceable_wrapper_subclass(grad)
+            if wrapped:
+                raise ValueError(
+                    f"{self._op}: gradients must be plain tensors, got {type(grad).__name__} for "
+                    f"{self._name_of(param)}; torch.amp.GradScaler takes those that are sharded"
+                )
             if grad.layout == torch.strided:
                 values = self._dense(param, grad, ours)
             elif grad.layout != torch.sparse_coo:
