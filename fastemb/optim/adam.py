@@ -27,10 +27,11 @@ __all__ = ["Adam", "AdamW", "SparseAdam"]
 class Adam(LazyAdam):
     r"""`torch.optim.Adam` for dense and row-sparse gradients, in low precision, fused.
 
-    Dense float32 and float64 parameters are updated by torch's own kernels, bit for bit as
-    ``torch.optim.Adam(fused=True)`` does. Parameters in float16 and bfloat16 have FP32 moments and
-    a FP32 master copy. Sparse (COO) gradients update the rows they have, by the formula of
-    `torch.optim.SparseAdam`:
+    Dense float32 and float64 parameters are updated bit for bit as by
+    ``torch.optim.Adam(fused=True)``: by torch's own kernels, or, where there is a scale to divide
+    by on the CPU, by one that does not write the gradient. Parameters in float16 and bfloat16 have
+    FP32 moments and a FP32 master copy. Sparse (COO) gradients update the rows they have, by the
+    formula of `torch.optim.SparseAdam`:
 
     .. math::
         m \leftarrow m + (1 - \beta_1)(g - m) \qquad v \leftarrow v + (1 - \beta_2)(g^2 - v) \qquad
