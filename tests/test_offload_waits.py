@@ -206,12 +206,17 @@ def load_within_a_batch() -> None:
 
 def write_under_way() -> None:
     """In place, to a row that nothing is known of, while others are written back."""
-    pair = Pair(SHORT, make_lane=LateLanes("store", 0.02))
-    pair.train(4)
+    lanes = LateLanes("store")
+    pair = Pair(SHORT, make_lane=lanes)
+    pair.train(3)
+    lanes.seconds = LONG
+    pair.train(1)
     row = int(torch.where((pair.table.slots.slot_of < 0) & (pair.table.host.versions == 1))[0][0])
     with torch.no_grad():
         for model in (pair.model, pair.plain[0]):
             model.get_parameter("t0.weight")[row] = 0.5
+    pair.train(1)
+    lanes.seconds = 0.0
     pair.finish()
 
 
