@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastemb._grad_checks import memory, one_float, require
+
 # What torch's vectorised loop leaves over, up to this many elements, has other roundings.
 ELEMENTS = 64
 
@@ -30,32 +32,19 @@ def dense_adam_(
     decoupled: bool,
     maximize: bool,
 ) -> None:
-    numel = param.numel()
-    if numel % ELEMENTS != 0:
-        raise ValueError(
-            f"dense_adam_: the number of elements must be a multiple of {ELEMENTS}, got {numel}"
-        )
-    tensors = {"param": param, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    if max_exp_avg_sq is not None:
-        tensors["max_exp_avg_sq"] = max_exp_avg_sq
-    for name, tensor in tensors.items():
-        if not (
-            tensor.device == param.device
-            and tensor.dtype == torch.float32
-            and tensor.is_contiguous()
-            and tensor.numel() == numel
-        ):
-            raise ValueError(
-                f"dense_adam_: {name} must be contiguous float32 of {numel} elements, with param"
-            )
-    numbers = {"step": step, "factor": factor}
-    if found_inf is not None:
-        numbers["found_inf"] = found_inf
-    for name, tensor in numbers.items():
-        if not (
-            tensor.device == param.device and tensor.dtype == torch.float32 and tensor.numel() == 1
-        ):
-            raise ValueError(f"dense_adam_: {name} must be one float32 element, with param")
+    op, numel = "dense_adam_", param.numel()
+    words = f"the number of elements must be a multiple of {ELEMENTS}, got {numel}"
+    require(op, numel % ELEMENTS == 0, words)
+    for name, tensor in (
+        ("param", param),
+        ("grad", grad),
+        ("exp_avg", exp_avg),
+        ("exp_avg_sq", exp_avg_sq),
+        ("max_exp_avg_sq", max_exp_avg_sq),
+    ):
+        memory(op, name, tensor, torch.float32, numel, param, "param's device")
+    for name, number in (("step", step), ("factor", factor), ("found_inf", found_inf)):
+        one_float(op, name, number, param, "param's device")
     operator = torch._fused_adamw_ if decoupled else torch._fused_adam_
     operator(
         [param],

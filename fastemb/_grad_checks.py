@@ -18,10 +18,16 @@ def require(op: str, good: bool, rule: str) -> None:
         raise ValueError(f"{op}: {rule}")
 
 
-def _one_float(op: str, name: str, tensor: Tensor | None, like: Tensor) -> None:
+_DEVICE = "the gradients' device"  # in messages
+
+
+def one_float(
+    op: str, name: str, tensor: Tensor | None, like: Tensor, device: str = _DEVICE
+) -> None:
+    """Raise `ValueError` unless a tensor is one float32 element where ``like`` is, or None."""
     if tensor is None:
         return
-    require(op, tensor.device == like.device, f"{name} must be on the gradients' device")
+    require(op, tensor.device == like.device, f"{name} must be on {device}")
     require(
         op,
         tensor.dtype == torch.float32 and tensor.numel() == 1,
@@ -29,12 +35,19 @@ def _one_float(op: str, name: str, tensor: Tensor | None, like: Tensor) -> None:
     )
 
 
-def _places(
-    op: str, name: str, tensor: Tensor | None, dtype: torch.dtype, elements: int, like: Tensor
+def memory(
+    op: str,
+    name: str,
+    tensor: Tensor | None,
+    dtype: torch.dtype,
+    elements: int,
+    like: Tensor,
+    device: str = _DEVICE,
 ) -> None:
+    """Raise `ValueError` unless a tensor is that much memory where ``like`` is, or None."""
     if tensor is None:
         return
-    require(op, tensor.device == like.device, f"{name} must be on the gradients' device")
+    require(op, tensor.device == like.device, f"{name} must be on {device}")
     word = str(dtype).removeprefix("torch.")
     require(
         op,
@@ -59,12 +72,12 @@ def check_gradients(
     if not grads:
         return
     for name, number in (("inv_scale", inv_scale), ("found_inf", found_inf)):
-        _one_float(op, name, number, grads[0])
+        one_float(op, name, number, grads[0])
     for name, places, dtype, elements in (
         ("stats", stats, torch.int64, _STATS * len(grads)),
         ("square_sums", square_sums, torch.float64, len(grads)),
     ):
-        _places(op, name, places, dtype, elements, grads[0])
+        memory(op, name, places, dtype, elements, grads[0])
 
 
 def check_row_gradient(
@@ -151,12 +164,12 @@ def check_boundary(
     """Raise `ValueError` for the arguments of ``boundary_gradient`` that do not fit."""
     require(op, grad.dtype in _FLOATS, "dtype must be float16, bfloat16, float32 or float64")
     for name, number in (("ratio", ratio), ("inv_scale", inv_scale)):
-        _one_float(op, name, number, grad)
+        one_float(op, name, number, grad)
     for name, places, dtype, elements in (
         ("flags", flags, torch.float32, 2),
         ("stats", stats, torch.int64, _STATS),
     ):
-        _places(op, name, places, dtype, elements, grad)
+        memory(op, name, places, dtype, elements, grad)
 
 
 def check_scales(

@@ -19,6 +19,7 @@ from offload_cases import (  # noqa: F401
     pinned,
     saved,
     step,
+    steps,
     timed,
 )
 
@@ -97,8 +98,7 @@ def test_a_flush_that_is_interrupted_is_not_taken_for_done(
 ) -> None:
     batches = CASE.batches()
     engine, model, optimizer = offloaded()
-    for batch in batches:
-        step(model, optimizer, batch)
+    steps(model, optimizer, batches)
     transfers = engine.transfers
     monkeypatch.setattr(transfers, "write_back", _interrupted(transfers.write_back, 1))
     with pytest.raises(KeyboardInterrupt):
@@ -111,8 +111,7 @@ def test_a_load_that_is_interrupted_leaves_nothing_old_in_the_cache(
 ) -> None:
     batches = CASE.batches()
     engine, model, optimizer = offloaded()
-    for batch in batches:
-        step(model, optimizer, batch)
+    steps(model, optimizer, batches)
     values = {name: value + 1 for name, value in engine_values(model).items()}
     table = engine.tables["t0"]
     monkeypatch.setattr(table.host, "seal", _interrupted(table.host.seal, 1))

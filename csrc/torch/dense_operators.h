@@ -2,7 +2,7 @@
 // of fastemb/_dense_reference.py.
 #pragma once
 
-#include "torch/tensors.h"
+#include "torch/grad_operators.h"
 
 namespace fastemb {
 
@@ -15,28 +15,20 @@ struct DenseOperators {
     const int64_t numel = param.numel();
     require(numel % kDenseAdamElements == 0, op,
             "the number of elements must be a multiple of " + std::to_string(kDenseAdamElements));
-    const auto number = [&](const char* name, const Tensor& tensor) {
-      require(tensor.device() == param.device() && tensor.scalar_type() == ScalarType::Float && tensor.numel() == 1, op,
-              std::string(name) + " must be one float32 element, with param");
-      return static_cast<const float*>(tensor.const_data_ptr());
-    };
-    const auto memory = [&](const char* name, const Tensor& tensor) {
-      require(tensor.device() == param.device() && tensor.scalar_type() == ScalarType::Float &&
-                  tensor.is_contiguous() && tensor.numel() == numel,
-              op,
-              std::string(name) + " must be contiguous float32 of " + std::to_string(numel) + " elements, with param");
-      return static_cast<float*>(const_cast<void*>(tensor.const_data_ptr()));
+    const GradPlaces places{op, param, 1, std::nullopt, std::nullopt, std::nullopt, std::nullopt, "param's device"};
+    const auto memory = [&](const char* name, const OptionalTensor& tensor) {
+      return places.places<float>(name, tensor, ScalarType::Float, "float32", numel);
     };
     DenseAdam problem{};
     problem.param = memory("param", param);
-    problem.grad = memory("grad", grad);
+    problem.grad = places.places<const float>("grad", grad, ScalarType::Float, "float32", numel);
     problem.exp_avg = memory("exp_avg", exp_avg);
     problem.exp_avg_sq = memory("exp_avg_sq", exp_avg_sq);
-    if (max_exp_avg_sq.has_value()) problem.max_exp_avg_sq = memory("max_exp_avg_sq", *max_exp_avg_sq);
+    problem.max_exp_avg_sq = memory("max_exp_avg_sq", max_exp_avg_sq);
     problem.numel = numel;
-    problem.step = number("step", step);
-    problem.factor = number("factor", factor);
-    if (found_inf.has_value()) problem.found_inf = number("found_inf", *found_inf);
+    problem.step = places.number("step", step);
+    problem.factor = places.number("factor", factor);
+    problem.found_inf = places.number("found_inf", found_inf);
     problem.divide = divide;
     problem.lr = lr;
     problem.beta1 = beta1;

@@ -3,18 +3,20 @@
 // scale_update(problem). Rules and words are those of fastemb/_grad_checks.py.
 #pragma once
 
+#include <type_traits>
 #include <vector>
 
 #include "torch/row_terms.h"
 
 namespace fastemb {
 
-// Where what is found in gradients goes.
+// Where what is found in gradients goes, and other memory beside a gradient.
 struct GradPlaces {
   const std::string& op;
   const Tensor& grad;  // one of them
   int64_t count;       // of gradients
   OptionalTensor inv_scale, found_inf, stats, square_sums;
+  const char* device = "the gradients' device";  // in messages
 
   const float* scale() const { return number("inv_scale", inv_scale); }
   float* flag() const { return const_cast<float*>(number("found_inf", found_inf)); }
@@ -30,17 +32,20 @@ struct GradPlaces {
   }
 
   void require_here(const char* name, const Tensor& tensor) const {
-    require(tensor.device() == grad.device(), op, std::string(name) + " must be on the gradients' device");
+    require(tensor.device() == grad.device(), op, std::string(name) + " must be on " + device);
   }
 
- private:
   template <typename E>
   E* places(const char* name, const OptionalTensor& tensor, ScalarType type, const char* word, int64_t elements) const {
     if (!tensor.has_value()) return nullptr;
     require_here(name, *tensor);
     require(tensor->scalar_type() == type && tensor->numel() == elements && tensor->is_contiguous(), op,
             std::string(name) + " must be contiguous " + word + " of " + std::to_string(elements) + " elements");
-    return static_cast<E*>(tensor->data_ptr());
+    if constexpr (std::is_const_v<E>) {
+      return static_cast<E*>(tensor->const_data_ptr());
+    } else {
+      return static_cast<E*>(tensor->data_ptr());
+    }
   }
 };
 

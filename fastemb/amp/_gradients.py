@@ -78,6 +78,10 @@ def has_gradient(param: Tensor) -> bool:
     return param.grad is not None or _row_queue.waiting(param) is not None
 
 
+def values_of(grad: Tensor) -> Tensor:
+    return grad._values() if grad.layout == torch.sparse_coo else grad
+
+
 class GradientCheck:
     """One pass over the gradients of an optimizer.
 
@@ -336,7 +340,7 @@ class GradientCheck:
             grad = param.grad
             if id(param) in own or grad is None:
                 continue
-            values = grad._values() if grad.layout == torch.sparse_coo else grad
+            values = values_of(grad)
             if values.layout == torch.strided and values.numel() > 0:
                 self._overlaps(values)
 

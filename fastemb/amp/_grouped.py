@@ -148,7 +148,7 @@ class GroupedScaler(torch.amp.GradScaler):
         check_config(f"{_OP}: groups[{name!r}]", config, exact=True)
         scale = config.init_scale
         if scale is None:
-            scale = min(max(self._init_scale, config.min_scale), config.max_scale)
+            scale = config.limited(self._init_scale)
         group = Group(name, config, scale)
         if self._guard:
             group = Group(name, GUARD, 1.0)
@@ -365,7 +365,7 @@ class GroupedScaler(torch.amp.GradScaler):
         root = state_dict
         if state_dict:  # torch refuses an empty one
             limits = self._root_config()
-            scale = min(max(state_dict["scale"], limits.min_scale), limits.max_scale)
+            scale = limits.limited(state_dict["scale"])
             root = {**state_dict, "scale": scale}
             if names and not self._guard:
                 loaded = {name: state_dict[name] for name in _MOVES}
@@ -378,7 +378,7 @@ class GroupedScaler(torch.amp.GradScaler):
             if entry is not None:
                 config = GroupConfig(**{k: entry[k] for k in asdict(GroupConfig())})
             assert config is not None
-            scale = min(max(self._init_scale, config.min_scale), config.max_scale)
+            scale = config.limited(self._init_scale)
             groups.append(Group(name, config, scale if entry is None else entry["scale"]))
         for group in groups:
             entry = entries.get(group.name, {})

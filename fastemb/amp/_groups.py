@@ -43,6 +43,10 @@ class GroupConfig:
     min_scale: float = 1.0
     max_scale: float = 2.0**24
 
+    def limited(self, scale: float) -> float:
+        """The nearest scale that the limits allow."""
+        return min(max(scale, self.min_scale), self.max_scale)
+
     def row(self) -> list[float]:
         """The configuration as ``scale_update_`` takes it."""
         return [

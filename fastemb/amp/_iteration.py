@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from fastemb._grad_reference import GRAD_STATS
 from fastemb.amp._fingerprint import parameters
-from fastemb.amp._gradients import Pass, has_gradient
+from fastemb.amp._gradients import Pass, has_gradient, values_of
 from fastemb.amp._groups import ROOT, Scales, place
 
 
@@ -223,7 +223,7 @@ class Leftovers:
             return False
         if bool(entry[1] == scale):
             return False
-        if param.grad is None or bool((_values(param.grad) != 0).any()):
+        if param.grad is None or bool((values_of(param.grad) != 0).any()):
             return True
         del self._of[id(param)]  # zeros have any scale
         return False
@@ -236,7 +236,3 @@ def _any(all_flags: Iterable[Tensor], device: torch.device) -> Tensor | None:
         here = place(flags, device) != 0
         found = here if found is None else found | here
     return found
-
-
-def _values(grad: Tensor) -> Tensor:
-    return grad._values() if grad.layout == torch.sparse_coo else grad
