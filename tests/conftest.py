@@ -14,6 +14,7 @@ imported); without it, and without a GPU, the triton parameter is skipped.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ import hypothesis
 import pytest
 import torch
 from draws import drawn
+from same_bits import use_threads
 
 from fastemb import _native
 
@@ -86,6 +88,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For many tiny operators: on a busy machine threads would mostly wait for each other."""
+    with use_threads(1):
+        yield
 
 
 @pytest.fixture(scope="module")

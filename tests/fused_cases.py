@@ -26,15 +26,6 @@ def _no_queue_is_left() -> Iterator[None]:
     assert not _row_queue._QUEUES.keys() - before
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Thousands of tiny steps: on a busy machine threads would mostly wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def as_on_a_device(patch: pytest.MonkeyPatch) -> None:
     """With room for more rows than there are, which are not counted by the host."""
     for module in ("_row_queue", "optim._gradients", "optim.clip"):

@@ -31,15 +31,6 @@ def _no_table_is_left() -> Iterator[None]:
     assert not TABLES.keys() - before
 
 
-@pytest.fixture
-def _one_thread() -> Iterator[None]:
-    """Thousands of tiny steps: on a busy machine threads would mostly wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def schedule(step: int, steps: int, top: float) -> float:
     """Warm-up, then half a cosine."""
     warm = steps // 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ from fastemb import offload
 from fastemb.offload._lanes import Lane
 
 # No test waits longer for anything; what hangs fails.
-timed = pytest.mark.timeout(120 * TIMES)
+limits = [pytest.mark.timeout(120 * TIMES), pytest.mark.usefixtures("one_thread")]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -40,15 +40,6 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Adagrad": ("Adagrad", {"lr_decay": 0.1, "initial_accumulator_value": 0.5}),
     "RowWiseAdagrad": ("RowWiseAdagrad", {"initial_accumulator_value": 0.25}),
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny operators: on a busy machine threads would mostly wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import subprocess
@@ -15,9 +14,9 @@ import torch
 from draws import drawn
 from hypothesis import given
 from hypothesis import strategies as st
-from instruction_sets import printed_by_each
 from optim_cases import assert_same_bits, bits
 from row_cases import number
+from same_bits import THREADS, digest_of, digests_of_levels, use_threads
 from torch import Tensor, nn
 
 from fastemb import _dense_reference, _native, optim
@@ -197,31 +196,24 @@ def test_opcheck() -> None:
     torch.library.opcheck(operator, tuple(call(0, 2, max_exp_avg_sq=None).values()))
 
 
-def digest() -> str:
-    """Of results on 1, 2 and 3 threads, which must be one."""
-    results = set()
-    threads = torch.get_num_threads()
-    try:
-        for number_of_threads in (1, 2, 3):
-            torch.set_num_threads(number_of_threads)
-            arguments = call(3, 5000, weight_decay=0.1)
-            run(arguments)
-            written = b"".join(bits(arguments[name])[2] for name in NAMES)
-            results.add(hashlib.sha256(written).hexdigest())
-    finally:
-        torch.set_num_threads(threads)
-    (result,) = results
-    return result
+def digest(ops: Any) -> str:
+    arguments = call(3, 5000, weight_decay=0.1)
+    run(arguments, ops)
+    return digest_of(arguments[name] for name in NAMES)
+
+
+@cpu
+def test_thread_counts() -> None:
+    digests = set()
+    for threads in THREADS:
+        with use_threads(threads):
+            digests.add(digest(_native.backend("cpu")))
+    assert len(digests) == 1
 
 
 @cpu
 def test_instruction_sets() -> None:
-    script = (
-        "import test_dense_operators as t\n"
-        "from fastemb import _native\n"
-        "print(_native.cpu_isa()['active'], t.digest())\n"
-    )
-    digests = printed_by_each(script)
+    digests = digests_of_levels("test_dense_operators")
     assert len(set(digests.values())) == 1, digests
 
 

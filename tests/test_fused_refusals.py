@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fused_cases import DIM, ROWS, _no_queue_is_left, _one_thread, same, waiting  # noqa: F401
+from fused_cases import DIM, ROWS, _no_queue_is_left, same, waiting  # noqa: F401
 from optim_cases import CLASSES, snapshot
 from torch import nn
 
@@ -16,7 +16,10 @@ from fastemb import functional as F
 from fastemb import nn as fnn
 from fastemb import optim
 
-pytestmark = pytest.mark.filterwarnings("ignore:fastemb.optim.*rows that a sparse gradient")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:fastemb.optim.*rows that a sparse gradient"),
+]
 IDS = torch.tensor([[1, 2], [5, 1]])
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from fused_cases import DIM, ROWS, Twins, _no_queue_is_left, _one_thread, same, waiting  # noqa: F401
+from fused_cases import DIM, ROWS, Twins, _no_queue_is_left, same, waiting  # noqa: F401
 from lazy_training import asleep, flushed_copy, sleeping
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -22,6 +22,7 @@ from fastemb import _row_queue, optim
 from fastemb import functional as F
 from fastemb import nn as fnn
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 IDS = torch.tensor([[1, 2], [5, 1]])
 
 

@@ -12,7 +12,6 @@ from fused_cases import (  # noqa: F401
     ROWS,
     Twins,
     _no_queue_is_left,
-    _one_thread,
     as_on_a_device,
     waiting,
 )
@@ -25,7 +24,10 @@ from fastemb import functional as F
 from fastemb import nn as fnn
 from fastemb import optim
 
-pytestmark = pytest.mark.filterwarnings("ignore:fastemb.optim.*rows that a sparse gradient")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:fastemb.optim.*rows that a sparse gradient"),
+]
 
 OPTIONS: dict[type, list[dict[str, Any]]] = {
     optim.Adam: [

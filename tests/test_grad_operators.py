@@ -6,7 +6,6 @@ Triton has a process of its own, as for ``test_operators.py``.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -36,8 +35,8 @@ from grad_cases import (
     values,
 )
 from hypothesis import given
-from instruction_sets import printed_by_each
 from lookups import assert_same_bits
+from same_bits import THREADS, digest_of, digests_of_levels, use_threads
 from torch import Tensor
 
 from fastemb import _native, _reference
@@ -226,37 +225,22 @@ def _fixed_calls() -> list[Any]:
 
 
 def digest(ops: Any) -> str:
-    """Of every bit that fixed calls write; any NaN counts as any other."""
-    found = hashlib.sha256()
-    for call in _fixed_calls():
-        result = call.run(ops)
-        for x in (*result.grads, result.found_inf, result.stats, result.square_sums):
-            if x is not None:
-                x = torch.where(x.isnan(), torch.nan, x) if x.is_floating_point() else x
-                found.update(x.contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+    """Of all that fixed calls write."""
+    results = [call.run(ops) for call in _fixed_calls()]
+    written = [(*r.grads, r.found_inf, r.stats, r.square_sums) for r in results]
+    return digest_of(x for some in written for x in some if x is not None)
 
 
 def test_thread_counts() -> None:
-    cpu, before = _native.backend("cpu"), torch.get_num_threads()
     digests = set()
-    try:
-        for threads in (1, 2, 4, 7):
-            torch.set_num_threads(threads)
-            digests.add(digest(cpu))
-    finally:
-        torch.set_num_threads(before)
+    for threads in THREADS:
+        with use_threads(threads):
+            digests.add(digest(_native.backend("cpu")))
     assert len(digests) == 1
 
 
 def test_instruction_sets() -> None:
-    """Every level that this machine has gives the same bits, each in a process of its own."""
-    script = (
-        "import test_grad_operators as t\n"
-        "from fastemb import _native\n"
-        "print(_native.cpu_isa()['active'], t.digest(_native.backend('cpu')))\n"
-    )
-    digests = printed_by_each(script)
+    digests = digests_of_levels("test_grad_operators")
     assert len(set(digests.values())) == 1, digests
 
 

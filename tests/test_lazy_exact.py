@@ -12,7 +12,6 @@ from lazy_training import (  # noqa: F401  (fixtures)
     DIM,
     ROWS,
     _no_table_is_left,
-    _one_thread,
     asleep,
     errors,
     flushed_copy,
@@ -33,7 +32,7 @@ from fastemb.optim import _exact, _history
 # ---- the numbers of dense Adam ----
 
 
-@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("kind", "options"),
     [("Adam", {}), ("AdamW", {}), ("AdamW", {"amsgrad": True})],
@@ -53,7 +52,7 @@ def test_error_is_that_of_dense_fp32_adam(kind: str, options: dict[str, Any]) ->
         assert ours <= 1.5 * theirs
 
 
-@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     "options",
     [

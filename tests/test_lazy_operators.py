@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +10,10 @@ import torch
 from conftest import Backend, backend_params, interpreting_triton
 from draws import drawn
 from hypothesis import given
-from instruction_sets import printed_by_each
 from lazy_cases import BETAS, OP, LazyCase, lazy_cases, make
 from row_cases import DTYPES, LOW_PRECISION, number, with_its_strides
 from row_model import assert_same_bytes
+from same_bits import THREADS, digest_of, digests_of_levels, use_threads
 from torch import Tensor
 
 from fastemb._lazy_ops import SCHEMAS
@@ -195,40 +194,27 @@ def test_rows_do_not_depend_on_the_company(backend: Backend) -> None:
 # ---- the CPU's kernels ----------------------------------------------------------------------
 
 
-def bits_of(ops: Any) -> str:
-    """A digest of everything that some calls write."""
-    found = hashlib.sha256()
+def digest(ops: Any) -> str:
+    """Of everything that some calls write."""
     wide = [make(dtype, (7, 83), weight_decay=0.01, data_seed=1) for dtype in DTYPES]
-    for case in (*some_calls(), *wide):
-        for tensor in case.run(ops).values():
-            found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+    return digest_of(x for case in (*some_calls(), *wide) for x in case.run(ops).values())
 
 
 @on_cpu
 def test_same_bits_for_any_number_of_threads(backend: Backend) -> None:
-    before = torch.get_num_threads()
-    try:
-        for penalty in (False, True):
-            case = make(F32, (700, 70), steps=12, weight_decay=0.01, decoupled=not penalty)
-            torch.set_num_threads(1)
+    for penalty in (False, True):
+        case = make(F32, (700, 70), steps=12, weight_decay=0.01, decoupled=not penalty)
+        with use_threads(1):
             first = case.run(backend.ops)
-            for threads in (2, 3):
-                torch.set_num_threads(threads)
+        for threads in THREADS:
+            with use_threads(threads):
                 assert_same(case.run(backend.ops), first)
-    finally:
-        torch.set_num_threads(before)
 
 
 @on_cpu
 def test_same_bits_for_every_instruction_set(backend: Backend) -> None:
-    script = (
-        "from fastemb import _native; from test_lazy_operators import bits_of; "
-        "print(_native.cpu_isa()['active'], bits_of(_native.backend('cpu')))"
-    )
-    bits = {"this process": bits_of(backend.ops)}
-    bits |= printed_by_each(script)
-    assert len(set(bits.values())) == 1, bits
+    digests = digests_of_levels("test_lazy_operators")
+    assert len(set(digests.values())) == 1, digests
 
 
 # ---- arguments ------------------------------------------------------------------------------

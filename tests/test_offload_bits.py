@@ -10,20 +10,19 @@ import torch
 from draws import drawn
 from hypothesis import given
 from hypothesis import strategies as st
-from offload_cases import (  # noqa: F401
+from offload_cases import (
     DTYPES,
     OPTIMIZERS,
     Case,
     TableCase,
-    _one_thread,
     assert_same_training,
     build,
     delayed,
     ids_of,
+    limits,
     loss_of,
     new_engine,
     saved,
-    timed,
     train,
     trained,
 )
@@ -31,7 +30,7 @@ from optim_cases import bits
 
 import fastemb
 
-pytestmark = timed
+pytestmark = limits
 
 
 @st.composite

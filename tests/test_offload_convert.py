@@ -10,18 +10,17 @@ from typing import Any
 import pytest
 import torch
 from models import MODELS, Batch, TwoTower, batches, train
-from offload_cases import (  # noqa: F401
+from offload_cases import (
     Case,
     TableCase,
-    _one_thread,
     build,
     ids_of,
+    limits,
     loss_of,
     new_engine,
     optimizer_of,
     raises,
     saved,
-    timed,
 )
 from offload_cases import train as train_case
 from optim_cases import bits
@@ -32,7 +31,7 @@ import fastemb
 from fastemb import offload
 from fastemb.offload import IntegrityError, OffloadEngine
 
-pytestmark = timed
+pytestmark = limits
 
 
 def announced(name: str) -> Callable[[Batch], dict[str, Any]]:

@@ -9,7 +9,6 @@ import pickle
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from fastemb.offload import HostStates
 from fastemb.offload._lanes import Lane
 
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:fastemb.optim"),  # of lazy="rows"
     pytest.mark.filterwarnings("ignore:.*unscaled in float16"),
     pytest.mark.filterwarnings("ignore:.*lr_scheduler.step"),
@@ -33,14 +33,6 @@ pytestmark = [
 ]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def pair(config: HostStates | str, name: str, dtype: torch.dtype, **how: Any) -> list[Training]:

@@ -10,7 +10,7 @@ import copy
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +26,10 @@ from fastemb.offload._lanes import Event, Lane
 from fastemb.offload._link import HOST, Link, LinkOptions
 from fastemb.offload.errors import IntegrityError
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
 
 CHUNK = 64  # bytes, 16 floats; the weight has 6 chunks
 STEPS = 4
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Run:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ import torch
 from draws import drawn
 from hypothesis import given
 from hypothesis import strategies as st
-from offload_cases import Case, TableCase, raises, timed
+from offload_cases import Case, TableCase, limits, raises
 from offload_faults import (
     CASE,
     RECORD_BYTES,
@@ -35,7 +35,7 @@ from fastemb.offload import IntegrityError, _transfers
 from fastemb.offload._file import HEADER_BYTES
 from fastemb.offload._host import HostTable
 
-pytestmark = timed
+pytestmark = limits
 
 # Of a record of CASE: checksum, version, and three fields of twelve bytes, each with a gap of four.
 PARTS = {"checksum": 0, "version": 8, "weight": 16, "exp_avg": 32 + 5, "exp_avg_sq": 48 + 11}
@@ -52,14 +52,6 @@ FAULTS: dict[str, Callable[[str], Fault]] = {
     "stale": lambda lane: Stale(lane, 10),
     "swapped": lambda lane: Swapped(lane, 11),
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def fails(pair: Pair, direction: str) -> IntegrityError:

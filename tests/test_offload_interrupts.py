@@ -9,23 +9,22 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from offload_cases import (  # noqa: F401
+from offload_cases import (
     CASE,
-    _one_thread,
     engine_values,
     ids_of,
     in_memory,
+    limits,
     offloaded,
     pinned,
     saved,
     step,
     steps,
-    timed,
 )
 
 from fastemb.offload._interrupts import uninterrupted
 
-pytestmark = timed
+pytestmark = limits
 
 
 @pytest.fixture(autouse=True)

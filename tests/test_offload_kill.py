@@ -21,17 +21,9 @@ from torch import Tensor
 from fastemb.offload import IntegrityError, OffloadEngine
 from fastemb.offload._file import HEADER_BYTES, DirtyFileError, FileHeader
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_thread")]
 
 FILE = "table.fetab"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 Fields = dict[str, Tensor]

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from offload_cases import (  # noqa: F401
+from offload_cases import (
     CASE,
     Case,
     TableCase,
-    _one_thread,
     build,
     engine_values,
     ids_of,
     in_memory,
+    limits,
     loss_of,
     new_engine,
     offloaded,
@@ -29,7 +29,6 @@ from offload_cases import (  # noqa: F401
     saved,
     step,
     steps,
-    timed,
     train,
 )
 from optim_cases import bits
@@ -40,7 +39,7 @@ from fastemb.offload import CacheTooSmallError, OffloadEngine
 from fastemb.offload._lanes import Lane
 from fastemb.offload._table import HeldRows
 
-pytestmark = timed
+pytestmark = limits
 
 
 # ---- loops that end early ----

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from offload_cases import Case, _one_thread, build, new_engine, raises, saved, timed  # noqa: F401
+from offload_cases import Case, build, limits, new_engine, raises, saved
 from offload_cases import train as train_case
 
 import fastemb
 from fastemb.offload import OffloadEngine
 from fastemb.offload._host import HostTable
 
-pytestmark = timed
+pytestmark = limits
 
 
 def test_an_optimizer_takes_over_from_one_that_has_made_steps() -> None:

@@ -8,17 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from offload_cases import (  # noqa: F401
+from offload_cases import (
     Case,
     TableCase,
-    _one_thread,
     build,
     ids_of,
+    limits,
     loss_of,
     new_engine,
     raises,
     saved,
-    timed,
 )
 from offload_cases import train as train_case
 from optim_cases import bits
@@ -28,7 +27,7 @@ import fastemb
 from fastemb import offload
 from fastemb.offload import OffloadEngine
 
-pytestmark = timed
+pytestmark = limits
 
 
 def run_files(

@@ -8,23 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from offload_cases import (  # noqa: F401
+from offload_cases import (
     CASE,
     Case,
     Net,
     TableCase,
-    _one_thread,
     build,
     engine_values,
     ids_of,
     in_memory,
+    limits,
     loss_of,
     new_engine,
     offloaded,
     raises,
     saved,
     step,
-    timed,
     train,
     trained,
 )
@@ -34,7 +33,7 @@ from torch import nn
 import fastemb
 from fastemb.offload import IntegrityError, OffloadEngine
 
-pytestmark = timed
+pytestmark = limits
 
 
 def test_a_checkpoint_is_loaded_in_the_middle_of_training() -> None:

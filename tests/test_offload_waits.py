@@ -12,13 +12,13 @@ import inspect
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from offload_cases import timed
+from offload_cases import limits
 from offload_faults import CASE, RECORD_BYTES, STAGING_BYTES, Copy, Flip, LateLanes, Pair
 from optim_cases import bits
 
@@ -27,18 +27,10 @@ from fastemb.offload._lanes import Event, Lane
 from fastemb.offload._table import Table
 from fastemb.offload._transfers import Transfers
 
-pytestmark = timed
+pytestmark = limits
 
 SHORT = replace(CASE, steps=9)
 LONG = 0.15  # seconds, for what happens once; longer than the training loop is kept from going on
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def judge(scenario: Callable[[], None], *, needed: bool) -> None:

@@ -6,7 +6,9 @@ own: ``TRITON_INTERPRET=1 FASTEMB_BACKEND=triton pytest tests/test_operators.py 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +17,9 @@ from conftest import Backend, backend_params, interpreting_triton
 from draws import drawn
 from hypothesis import given
 from hypothesis import strategies as st
-from instruction_sets import printed_by_each
 from lookups import DTYPES, Case, assert_same_bits
 from row_fused_cases import documented_gradient
+from same_bits import digest_of, digests_of_levels, use_threads
 from strategies import lookups
 from tolerance import Expected, maxima, pooled, row_gradient, rows_in_use, sample_gradient, winners
 from torch import Tensor
@@ -197,16 +199,12 @@ def test_same_bits_again_and_for_any_number_of_threads(backend: Backend, case: C
             results.append(there.per_sample_backward(backend.ops))
         return results
 
-    before = torch.get_num_threads()
-    try:
-        first = everything()
-        # Threads matter to the CPU library only; elsewhere it is the repetition that counts.
-        for threads in (1, 2, 3) if backend.name == "cpu" else (before,):
-            torch.set_num_threads(threads)
+    first = everything()
+    # Threads matter to the CPU library only; elsewhere it is the repetition that counts.
+    for threads in (1, 2, 3) if backend.name == "cpu" else (torch.get_num_threads(),):
+        with use_threads(threads):
             for got, want in zip(everything(), first, strict=True):
                 assert_same_bits(got, want)
-    finally:
-        torch.set_num_threads(before)
 
 
 # ---- sizes -------------------------------------------------------------------------------------
@@ -480,36 +478,30 @@ def test_same_bits_as_torch(backend: Backend, dtype: torch.dtype, mode: str) -> 
         assert torch.equal(output, expected)
 
 
-DIGEST = """
-import hashlib, itertools, sys, torch
-from lookups import Case
-from fastemb import _native
-ops = _native.backend("cpu")
-digest = hashlib.sha256()
-generator = torch.Generator().manual_seed(3)
-kinds = itertools.product(
-    (torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    ("sum", "mean", "max"), (1, 7, 16, 100, 129), (torch.int32, torch.int64),
-)
-for dtype, mode, dim, index_dtype in kinds:
-    weight = (torch.randn(30, dim, generator=generator, dtype=torch.float64) * 3).to(dtype)
-    indices = torch.randint(0, 30, (700,), generator=generator, dtype=index_dtype)
-    samples = torch.randn(700, generator=generator) if dim % 2 and mode != "max" else None
-    grad = torch.randn(6, dim, generator=generator).to(dtype)
-    offsets = torch.tensor([0, 0, 1, 5, 40, 330])
-    case = Case(weight, indices, offsets, samples, mode, 7, False, mode == "mean", dtype, grad)
-    output, argmax = case.forward(ops)
-    results = [output, argmax, case.backward(ops, True, argmax if mode == "max" else None)]
-    if mode != "max":
-        results.append(case.per_sample_backward(ops))
-    ops.embedding_renorm_(weight, indices[:50], 2.0, 2.0, "t")
-    for result in (*results, weight):
-        digest.update(result.contiguous().view(torch.uint8).numpy().tobytes())
-print(_native.cpu_isa()["active"], digest.hexdigest())
-"""
+def digest(ops: Any) -> str:
+    """Of all that some calls write."""
+    results = []
+    generator = torch.Generator().manual_seed(3)
+    kinds = itertools.product(
+        DTYPES, ("sum", "mean", "max"), (1, 7, 16, 100, 129), (torch.int32, torch.int64)
+    )
+    for dtype, mode, dim, index_dtype in kinds:
+        weight = (torch.randn(30, dim, generator=generator, dtype=torch.float64) * 3).to(dtype)
+        indices = torch.randint(0, 30, (700,), generator=generator, dtype=index_dtype)
+        samples = torch.randn(700, generator=generator) if dim % 2 and mode != "max" else None
+        grad = torch.randn(6, dim, generator=generator).to(dtype)
+        offsets = torch.tensor([0, 0, 1, 5, 40, 330])
+        case = Case(weight, indices, offsets, samples, mode, 7, False, mode == "mean", dtype, grad)
+        output, argmax = case.forward(ops)
+        results += [output, argmax, case.backward(ops, True, argmax if mode == "max" else None)]
+        if mode != "max":
+            results.append(case.per_sample_backward(ops))
+        ops.embedding_renorm_(weight, indices[:50], 2.0, 2.0, "t")
+        results.append(weight)
+    return digest_of(results)
 
 
 @pytest.mark.parametrize("backend", backend_params("cpu"), indirect=True)
 def test_same_bits_for_every_instruction_set(backend: Backend) -> None:
-    digests = printed_by_each(DIGEST)
+    digests = digests_of_levels("test_operators")
     assert len(set(digests.values())) == 1, digests

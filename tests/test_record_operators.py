@@ -17,7 +17,6 @@ from conftest import Backend, backend_params
 from draws import drawn
 from hypothesis import given
 from hypothesis import strategies as st
-from instruction_sets import printed_by_each
 from record_cases import (
     DTYPES,
     MAX,
@@ -36,6 +35,7 @@ from record_cases import (
     records_of,
     table_of,
 )
+from same_bits import THREADS, digests_of_levels, use_threads
 from torch import Tensor
 
 from fastemb import _native
@@ -336,25 +336,15 @@ def digest(ops: Any) -> str:
 
 
 def test_thread_counts() -> None:
-    cpu, before = _native.backend("cpu"), torch.get_num_threads()
     digests = set()
-    try:
-        for threads in (1, 2, 4, 7):
-            torch.set_num_threads(threads)
-            digests.add(digest(cpu))
-    finally:
-        torch.set_num_threads(before)
+    for threads in THREADS:
+        with use_threads(threads):
+            digests.add(digest(_native.backend("cpu")))
     assert digests == {digest(_native.backend("reference"))}
 
 
 def test_instruction_sets() -> None:
-    """Every level that this machine has gives the same bits, each in a process of its own."""
-    script = (
-        "import test_record_operators as t\n"
-        "from fastemb import _native\n"
-        "print(_native.cpu_isa()['active'], t.digest(_native.backend('cpu')))\n"
-    )
-    digests = printed_by_each(script)
+    digests = digests_of_levels("test_record_operators")
     assert len(set(digests.values())) == 1, digests
 
 

@@ -6,7 +6,6 @@ own, as for ``test_operators.py``.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 from dataclasses import replace
@@ -18,7 +17,6 @@ from conftest import Backend, backend_params, interpreting_triton
 from draws import drawn
 from hypothesis import given
 from hypothesis import strategies as st
-from instruction_sets import printed_by_each
 from lookups import Case, assert_same_bits
 from row_cases import LOW_PRECISION, OPERATORS, make, number, sprinkle
 from row_fused_cases import (
@@ -28,6 +26,7 @@ from row_fused_cases import (
     fused_cases,
 )
 from row_model import Model, assert_same_bytes
+from same_bits import THREADS, digest_of, digests_of_levels, use_threads
 from strategies import lookups
 from torch import Tensor
 
@@ -367,41 +366,31 @@ def several_steps(ops: Any, positions: int = 6000, rows: int = 90) -> list[Fused
 
 @pytest.mark.parametrize("backend", backend_params("cpu"), indirect=True)
 def test_same_bits_for_any_number_of_threads(backend: Backend) -> None:
-    before = torch.get_num_threads()
-    try:
-        for case in several_steps(backend.ops):
-            torch.set_num_threads(1)
+    for case in several_steps(backend.ops):
+        with use_threads(1):
             first = check(backend, case)
-            for threads in (2, 3, 7):
-                torch.set_num_threads(threads)
+        for threads in THREADS:
+            with use_threads(threads):
                 fused, unfused = case.both(backend.ops, "cpu")
                 assert_same(fused.run(backend.ops), first)
                 assert_same(unfused.run(backend.ops), first)
-    finally:
-        torch.set_num_threads(before)
 
 
 def digest(ops: Any) -> str:
     """Of everything that `several_steps` write."""
-    found = hashlib.sha256()
+    written: list[Tensor] = []
     for case in several_steps(ops, 3000):
         fused, _ = case.both(ops, "cpu")
         assert fused.sources is not None
         end = int(fused.segments[int(fused.used_rows)])  # type: ignore[index, arg-type]
-        terms = [
-            fused.sources[:end],
-            *(() if fused.coefficients is None else (fused.coefficients[:end],)),
-        ]
-        for tensor in (*terms, *fused.run(ops).values()):
-            found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        written.append(fused.sources[:end])
+        if fused.coefficients is not None:
+            written.append(fused.coefficients[:end])
+        written += fused.run(ops).values()
+    return digest_of(written)
 
 
 @pytest.mark.parametrize("backend", backend_params("cpu"), indirect=True)
 def test_same_bits_for_every_instruction_set(backend: Backend) -> None:
-    script = (
-        "from fastemb import _native; from test_row_fused import digest; "
-        "print(_native.cpu_isa()['active'], digest(_native.backend('cpu')))"
-    )
-    digests = printed_by_each(script)
+    digests = digests_of_levels("test_row_fused")
     assert len(set(digests.values())) == 1, digests

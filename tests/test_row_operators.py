@@ -6,7 +6,6 @@ Interpreted Triton has a process of its own, as for ``test_operators.py``.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 from dataclasses import replace
@@ -20,7 +19,6 @@ from conftest import Backend, backend_params, interpreting_triton
 from draws import drawn
 from hypothesis import given
 from hypothesis import strategies as st
-from instruction_sets import printed_by_each
 from lookups import assert_same_bits
 from numpy.typing import NDArray
 from row_cases import (
@@ -37,6 +35,7 @@ from row_cases import (
     with_stale_masters,
 )
 from row_model import Model, assert_same_bytes, value_before
+from same_bits import THREADS, digest_of, digests_of_levels, use_threads
 from torch import Tensor
 
 from fastemb import _native
@@ -574,33 +573,20 @@ def several_steps(*tables: tuple[int, int]) -> list[RowCase]:
 
 @pytest.mark.parametrize("backend", backend_params("cpu"), indirect=True)
 def test_same_bits_for_any_number_of_threads(backend: Backend) -> None:
-    before = torch.get_num_threads()
-    try:
-        for case in several_steps(MANY_ROWS, WIDE_ROW):
-            torch.set_num_threads(1)
+    for case in several_steps(MANY_ROWS, WIDE_ROW):
+        with use_threads(1):
             first = case.run(backend.ops)
-            for threads in (2, 3):
-                torch.set_num_threads(threads)
+        for threads in THREADS:
+            with use_threads(threads):
                 assert_same(case.run(backend.ops), first)
-    finally:
-        torch.set_num_threads(before)
 
 
 def digest(ops: Any) -> str:
     """Of everything that `several_steps` write."""
-    found = hashlib.sha256()
-    for case in several_steps(*SMALL):
-        for tensor in case.run(ops).values():
-            found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+    return digest_of(x for case in several_steps(*SMALL) for x in case.run(ops).values())
 
 
 @pytest.mark.parametrize("backend", backend_params("cpu"), indirect=True)
 def test_same_bits_for_every_instruction_set_and_the_reference(backend: Backend) -> None:
-    script = (
-        "from fastemb import _native; from test_row_operators import digest; "
-        "print(_native.cpu_isa()['active'], digest(_native.backend('cpu')))"
-    )
-    digests = {"reference": digest(reference)}
-    digests |= printed_by_each(script)
+    digests = {"reference": digest(reference)} | digests_of_levels("test_row_operators")
     assert len(set(digests.values())) == 1, digests

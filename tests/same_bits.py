@@ -1,0 +1,65 @@
+"""The CPU kernels give the same bits on any number of threads, at every instruction-set level."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fastemb import _native
+
+THREADS = (1, 2, 3, 7)
+SCRIPT = """
+import {module}
+from fastemb import _native
+print(_native.cpu_isa()["active"], {module}.digest(_native.backend("cpu")))
+"""
+
+
+@contextmanager
+def use_threads(number: int) -> Iterator[None]:
+    """Torch computes with so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """Of every bit; any NaN counts as any other."""
+    found = sha256()
+    for x in tensors:
+        x = torch.where(x.isnan(), torch.nan, x) if x.is_floating_point() else x
+        found.update(x.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def digests_of_levels(module: str) -> dict[str, str]:
+    """What a test module's ``digest(ops)`` is at each level that this machine has.
+
+    Each in a process of its own: the level is chosen when the library is loaded.
+    """
+    digests = {}
+    for level in _native.cpu_isa()["available"]:
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT.format(module=module)],
+            cwd=Path(__file__).parent,
+            env={**os.environ, "FASTEMB_CPU_ISA": level},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        active, digests[level] = done.stdout.split()
+        assert active == level
+    assert digests
+    return digests
