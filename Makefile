@@ -46,6 +46,7 @@ bench: $(STAMP)-demo install
 	$(BIN)/python bench/embedding_bag.py
 	$(BIN)/python bench/optim.py
 	$(BIN)/python bench/grad_scale.py
+	$(BIN)/python bench/offload.py
 
 # On a machine with a GPU, with its own Python and torch; installs into the current environment.
 gpu-check:
