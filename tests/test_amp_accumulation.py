@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from optim_cases import assert_same_bits, snapshot
+from optim_cases import assert_same_bits, bits, snapshot
 from torch import nn
 
 import fastemb
@@ -15,7 +16,7 @@ from fastemb import optim
 from fastemb.amp import GradScaler
 
 INF = float("inf")
-CHANGED = r"has a gradient from before an update\(\), with another scale than this loss"
+CHANGED = "has the gradients of losses with two scales: some are from before an update"
 
 
 def layers() -> tuple[nn.Linear, nn.Linear]:
@@ -91,8 +92,10 @@ def test_accumulation_over_a_change_of_scale(how: str, registered: bool) -> None
     name = "one.(weight|bias)" if registered else "parameter . of shape"
     if how != "unscale_":
         scaler.scale(other(X).sum()).backward()  # reaches none of them
-    with pytest.raises(RuntimeError, match=f"^GradScaler: {name}.* {CHANGED}"):
-        scaler.scale(one(X).sum())
+    scaler.scale(one(X).sum()).backward()
+    for use in (scaler.unscale_, scaler.step, partial(scaler.clip_grad_norm_, max_norm=1.0)):
+        with pytest.raises(RuntimeError, match=f"^GradScaler.*: {name}.* {CHANGED}"):
+            use(optimizers[0])
     one.zero_grad()
     other.zero_grad(set_to_none=False)
     scaler.scale((one(X) + other(X)).sum()).backward()
@@ -127,8 +130,9 @@ def test_accumulation_onto_what_was_unscaled() -> None:
     scaler.scale(one(X).sum()).backward()
     scaler.unscale_(optimizer)
     scaler.update()
+    scaler.scale(one(X).sum()).backward()
     with pytest.raises(RuntimeError, match=CHANGED):
-        scaler.scale(one(X).sum())
+        scaler.step(optimizer)
 
 
 def test_scales_of_groups_and_gradients_from_before() -> None:
@@ -147,8 +151,9 @@ def test_scales_of_groups_and_gradients_from_before() -> None:
     scaler.step(optimizers[1])
     scaler.update(4.0)
     scaler.update(2.0)
+    scaler.scale(one(X).sum()).backward()
     with pytest.raises(RuntimeError, match=CHANGED):
-        scaler.scale(one(X).sum())
+        scaler.step(optimizers[0])
 
 
 def test_queued_rows_from_before() -> None:
@@ -162,11 +167,12 @@ def test_queued_rows_from_before() -> None:
     scaler.step(optimizers[1])
     scaler.update()
     optimizers[1].zero_grad()
-    loss = head(table(ids)).sum()
+    scaler.scale(head(table(ids)).sum()).backward()
     with pytest.raises(RuntimeError, match=f"table.weight {CHANGED}"):
-        scaler.scale(loss)
-    table.zero_grad()
-    scaler.scale(loss)
+        scaler.step(optimizers[0])
+    optimizers[0].zero_grad()
+    scaler.scale(head(table(ids)).sum()).backward()
+    scaler.step(optimizers[0])
 
 
 def test_gradients_of_alternating_optimizers() -> None:
@@ -181,3 +187,26 @@ def test_gradients_of_alternating_optimizers() -> None:
             scaler.scale((one(X) * other(X)).sum()).backward()
             scaler.step(optimizer)
             scaler.update()
+
+
+def test_gradients_that_are_thrown_away() -> None:
+    """A critic's loss reaches the generator, whose own step begins with a zero_grad()."""
+    trained = []
+    for enabled in (True, False):
+        generator, critic = (nn.Linear(2, n) for n in (2, 1))
+        torch.manual_seed(0)
+        for p in (*generator.parameters(), *critic.parameters()):
+            nn.init.normal_(p)
+        slow, fast = (optim.SGD(m.parameters(), lr=0.01) for m in (generator, critic))
+        scaler = GradScaler("cpu", init_scale=4.0, growth_interval=2, enabled=enabled)
+        for number in range(12):
+            fast.zero_grad()
+            scaler.scale(critic(generator(X)).sum()).backward()
+            scaler.step(fast)
+            if number % 3 == 2:
+                slow.zero_grad(set_to_none=number % 2 == 0)
+                scaler.scale(-critic(generator(X)).sum()).backward()
+                scaler.step(slow)
+            scaler.update()
+        trained.append([bits(p.detach()) for p in generator.parameters()])
+    assert trained[0] == trained[1]

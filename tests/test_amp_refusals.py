@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import sys
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from amp_cases import IDS, group_scales, scaled
@@ -13,6 +17,7 @@ from fastemb import optim
 from fastemb.amp import GradScaler, GroupConfig
 
 INF = float("inf")
+NAN = float("nan")
 
 
 def test_a_tied_table_is_refused_by_name() -> None:
@@ -107,7 +112,8 @@ def test_other_arguments_of_groups() -> None:
         ({"root": {}}, "a group must have a name other than 'root'"),
         ({"": {}}, "a group must have a name"),
         ({"aux": {"scale": 1.0}}, "has scale; it can have init_scale, growth_factor"),
-        ({"aux": {"growth_factor": 1.0}}, "growth_factor must be > 1"),
+        ({"aux": {"growth_factor": 0.5}}, "growth_factor must be >= 1"),
+        ({"aux": {"backoff_factor": 2.0}}, "backoff_factor must be > 0 and at most 1"),
         ({"aux": {"init_scale": 0.5}}, "init_scale must be between min_scale"),
         ({"aux": {"hysteresis": 1.5}}, "hysteresis must be an int >= 1"),
     ):
@@ -192,3 +198,77 @@ def test_get_scale_names_the_groups() -> None:
     assert scaler.get_scale() == scaler.get_scale("root") == 2.0**16
     with pytest.raises(ValueError, match="group must be one of root, aux, got 'main'"):
         scaler.get_scale("main")
+
+
+@pytest.mark.parametrize("value", [INF, 2.0**128, 1e39, NAN])
+def test_scales_that_no_gradient_can_have(value: float) -> None:
+    with pytest.raises(ValueError, match="init_scale must be"):
+        GradScaler("cpu", init_scale=value)
+    for bad in (value, -value, 0.0):
+        scaler = GradScaler("cpu", init_scale=8.0)
+        scaler.scale(torch.zeros(()))
+        for new_scale in (bad, torch.tensor(bad)):
+            with pytest.raises(ValueError, match="init_scale must be"):
+                scaler.update(new_scale)
+        with pytest.raises(ValueError, match="init_scale must be"):
+            scaler._scale = torch.tensor(bad)
+        assert scaler.get_scale() == 8.0
+
+
+def test_limits_hold_for_a_new_scale() -> None:
+    scaler = GradScaler("cpu", init_scale=8.0, min_scale=4.0, max_scale=16.0)
+    scaler.scale(torch.zeros(()))
+    for value in (2.0, 32.0):
+        with pytest.raises(ValueError, match="between min_scale"):
+            scaler.update(value)
+    scaler.update(16.0)
+    assert scaler.get_scale() == 16.0
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("growth_factor", (3.0, 1.0, np.float32(4.0)), (0.5, NAN, INF, "2")),
+        ("backoff_factor", (0.25, 1.0), (2.0, 0.0, -1.0, NAN)),
+        ("growth_interval", (10**10, sys.maxsize, np.int64(7)), (0, -1, 1.5)),
+    ],
+)
+def test_setters(name: str, good: tuple[Any, ...], bad: tuple[Any, ...]) -> None:
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.zeros(()))
+    for value in good:
+        getattr(scaler, f"set_{name}")(value)
+        if value != 1.0:  # which torch's constructor refuses
+            GradScaler("cpu", **{name: value})
+        scaler.step(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+    before = getattr(scaler, f"get_{name}")()
+    for value in bad:
+        with pytest.raises((ValueError, TypeError), match=f"set_{name}: {name} must be"):
+            getattr(scaler, f"set_{name}")(value)
+    assert getattr(scaler, f"get_{name}")() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda s: s.pop("growth_interval"), "the state has no growth_interval"),
+        (lambda s: s.update(scale=NAN), "scale must be a finite number >= 0, got nan"),
+        (lambda s: s.update(scale=INF), "scale must be a finite number >= 0, got inf"),
+        (lambda s: s.update(scale=-4.0), "scale must be a finite number >= 0, got -4.0"),
+        (lambda s: s.update(growth_factor=0.5), "growth_factor must be >= 1"),
+        (lambda s: s["fastemb"]["groups"]["aux"].pop("hysteresis"), "has no hysteresis"),
+        (lambda s: s["fastemb"]["groups"]["aux"].update(scale=3.0), "a power of two"),
+        (lambda s: s["fastemb"]["groups"]["aux"].update(scale=INF), "between min_scale"),
+        (lambda s: s["fastemb"]["groups"]["aux"].update(growth_factor=3.0), "a power of two"),
+    ],
+)
+def test_states_that_make_no_sense(change: Callable[[Any], Any], match: str) -> None:
+    """Nothing of them is loaded."""
+    other = GradScaler("cpu", init_scale=2.0, groups={"aux": {"init_scale": 4.0}})
+    state = copy.deepcopy(other.state_dict())
+    change(state)
+    scaler = GradScaler("cpu", init_scale=8.0, groups={"aux": {"init_scale": 16.0}})
+    before = scaler.state_dict()
+    with pytest.raises(ValueError, match=match):
+        scaler.load_state_dict(state)
+    assert scaler.state_dict() == before

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,6 +50,8 @@ class CheckingScaler(GroupedScaler):
             norm=max_norm is not None,
             unscale=unscale,
             unscaled=earlier is not None and earlier.unscaled,
+            done=self._unscaled_elsewhere(optimizer),
+            refuse=partial(self._refuse_mixed, f"{_OP}.{op}"),
         )
         others = (o for o in self._registry.optimizers() if o is not optimizer)
         result = check.run(optimizer, [o for o in others if self._stage(o) is not OptState.STEPPED])
@@ -58,13 +62,54 @@ class CheckingScaler(GroupedScaler):
                 flags = result.found_on(device, len(scales))
                 torch.maximum(flags, found, out=flags)
         iteration.passes[id(optimizer)] = result
-        self._registry.see(optimizer)
         if self._process_group is not None:
             self._agree(result)
         if max_norm is not None:
             result.max_norm, result.norm = max_norm, self._norm(result)
             result.clip = (max_norm / (result.norm + 1e-6)).clamp(max=1.0)
         return result
+
+    def _unscaled_elsewhere(self, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], bool]:
+        """Whether the gradient of a parameter was unscaled as one of another optimizer.
+
+        Raises:
+            RuntimeError: only the device knows; the scaler was not told of both before.
+        """
+        passes = self._iteration.passes.items()
+        others = [
+            (result.gradients, result.handed_over)
+            for key, result in passes
+            if key != id(optimizer) and (result.unscaled or result.handed_over)
+        ]
+
+        def done(param: Tensor) -> bool:
+            for gradients, handed_over in others:
+                if gradients is None or not gradients.holds(param):
+                    continue
+                if handed_over:
+                    raise RuntimeError(
+                        f"{_OP}: {self._registry.name_of(param)} of a {type(optimizer).__name__} "
+                        "is also one of an optimizer that unscales gradients by itself; tell the "
+                        "scaler of both before their first step, by register()"
+                    )
+                return True
+            return False
+
+        return done
+
+    def _shares(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether another optimizer has one of its parameters."""
+        own = {id(param) for param in parameters(optimizer)}
+        others = (o for o in self._registry.optimizers() if o is not optimizer)
+        return any(id(param) in own for other in others for param in parameters(other))
+
+    def _refuse_mixed(self, op: str, param: Tensor) -> None:
+        if self._leftovers.mixed(param):
+            raise RuntimeError(
+                f"{op}: {self._registry.name_of(param)} has the gradients of losses with two "
+                "scales: some are from before an update() that has changed its scale; call "
+                "update() after the last backward of an accumulation, or zero_grad()"
+            )
 
     def _current(self, optimizer: torch.optim.Optimizer, op: str) -> Pass:
         """What is in the gradients as they are now: an earlier pass where it still holds."""
@@ -74,6 +119,15 @@ class CheckingScaler(GroupedScaler):
         if self._process_group is not None:
             self._agree(result)  # those of another process may have changed
         return result
+
+    def _meet(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before anything else is done for an optimizer: it may have the id of one that is gone."""
+        if self._registry.knows(optimizer):
+            return
+        key = id(optimizer)
+        self._per_optimizer_states.pop(key, None)
+        self._iteration.set_aside(key)
+        self._registry.see(optimizer)
 
     def _stage(self, optimizer: torch.optim.Optimizer) -> OptState:
         stage: OptState = self._per_optimizer_states[id(optimizer)]["stage"]
@@ -160,6 +214,7 @@ class CheckingScaler(GroupedScaler):
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """torch's name for the pass that only reads."""
         self._check_scale_growth_tracker("_check_inf_per_device")
+        self._meet(optimizer)
         return self._tell_torch(optimizer, self._examine(optimizer, "step"))
 
     def _tell_torch(self, optimizer: torch.optim.Optimizer, result: Pass) -> dict[Any, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -13,14 +13,14 @@ from fastemb import _row_queue
 
 
 class Fingerprint:
-    """The gradients of an optimizer at one time: which objects they are, and their versions.
+    """The gradients of parameters at one time: which objects they are, and their versions.
 
     They are held weakly. What is written through ``.data``, which has no version, goes unnoticed.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, params: Iterable[Tensor]) -> None:
         self._of: dict[int, tuple[list[Callable[[], object]], tuple[int, ...]]] = {}
-        for param in parameters(optimizer):
+        for param in params:
             objects, versions = _state(param)
             if objects:
                 self._of[id(param)] = [_reference(o) for o in objects], versions
@@ -43,13 +43,12 @@ class Fingerprint:
 
     def survives(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether a gradient is still there, with whatever was added to it since."""
-        for param in parameters(optimizer):
-            references, _ = self._of.get(id(param), ([], ()))
-            if references:
-                objects, _ = _state(param)
-                if any(r() is o for r in references for o in objects):
-                    return True
-        return False
+        return any(map(self.holds, parameters(optimizer)))
+
+    def holds(self, param: Tensor) -> bool:
+        """The same for the gradient of one parameter."""
+        references, _ = self._of.get(id(param), ([], ()))
+        return bool(references) and any(r() is o for r in references for o in _state(param)[0])
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

@@ -55,6 +55,7 @@ class Pass:
         norm: [] float64, that norm.
         clip: [] what unscaled gradients are to be multiplied by for it.
         unscaled: whether the gradients have been unscaled in place.
+        handed_over: whether the step of an optimizer has unscaled them, unless it was skipped.
         gradients: tells whether they are still the same; None until the pass is over.
     """
 
@@ -66,6 +67,7 @@ class Pass:
     norm: Tensor | None = None
     clip: Tensor | None = None
     unscaled: bool = False
+    handed_over: bool = False
     gradients: Fingerprint | None = None
 
     def found_on(self, device: torch.device, groups: int) -> Tensor:
@@ -76,6 +78,17 @@ class Pass:
 
 def has_gradient(param: Tensor) -> bool:
     return param.grad is not None or _row_queue.waiting(param) is not None
+
+
+def has_double(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a gradient is float64, or has parts that are."""
+    found = False
+    for param in parameters(optimizer):
+        if param.grad is not None:
+            found = found or param.grad.dtype in (torch.float64, torch.complex128)
+        queue = _row_queue.waiting(param)
+        found = found or any(part.grad.dtype == torch.float64 for part in queue or ())
+    return found
 
 
 def values_of(grad: Tensor) -> Tensor:
@@ -92,6 +105,8 @@ class GradientCheck:
         norm: whether to sum the squares of the unscaled gradients.
         unscale: whether to unscale in place; gradients that share memory get their own.
         unscaled: whether they are unscaled already.
+        done: whether that of one parameter is, as the gradient of another optimizer.
+        refuse: raises where that of one parameter is not to be used.
     """
 
     def __init__(
@@ -104,6 +119,8 @@ class GradientCheck:
         norm: bool = False,
         unscale: bool = False,
         unscaled: bool = False,
+        done: Callable[[Tensor], bool],
+        refuse: Callable[[Tensor], None],
     ) -> None:
         self._op = op
         self._scales = scales
@@ -112,11 +129,13 @@ class GradientCheck:
         self._norm = norm
         self._unscale = unscale
         self._unscaled = unscaled
+        self._done = done
+        self._refuse = refuse
         self._result = Pass(unscaled=unscale or unscaled)
         # Memory that others read or that will be written, by storage; and what was looked at
         # elsewhere before.
         self._taken: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        self._looked_at: list[tuple[Tensor, Tensor]] = []
+        self._looked_at: list[tuple[Tensor, Tensor, Tensor]] = []
 
     @torch.no_grad()
     def run(
@@ -133,47 +152,62 @@ class GradientCheck:
                 incoming gradients were changed since the backward.
         """
         ours = isinstance(optimizer, RowOptimizer)
+        # Before anything is written.
+        params = [param for param in parameters(optimizer) if self._takes_part(param)]
+        done_by_others = [self._done(param) for param in params]
         if self._unscale:
             self._spare(optimizer, waiting)
-        dense: dict[tuple[torch.device, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
-        for param in parameters(optimizer):
-            queue = _row_queue.waiting(param)
+        dense: dict[tuple[torch.device, int, bool], list[tuple[Tensor, Tensor]]]
+        dense = defaultdict(list)
+        for param, done in zip(params, done_by_others, strict=True):
+            queue, grad = _row_queue.waiting(param), param.grad
+            unscale = self._unscale and not done
             if queue is not None:
-                _row_queue.check_alone(self._op, param, queue)
-                self._check_queue(param, queue)
+                self._check_queue(param, queue, unscale, done)
                 continue
-            grad = param.grad
-            if grad is None:
-                continue
+            assert grad is not None
+            if grad.layout == torch.strided:
+                values = self._dense(param, grad, ours, unscale)
+            elif grad.sparse_dim() == 1 and grad.dense_dim() <= 1:
+                values = self._rows(param, grad, ours, unscale, done)
+            else:
+                values = self._coalesced(param, grad, unscale)
+            if values is not None:
+                dense[values.device, self._group_of(param), done].append((param, values))
+        for (device, group, done), members in dense.items():
+            self._check(device, group, members, done)
+        for values, inverse, found in self._looked_at:
+            _ops.grad_check_([values], inverse, None, None, None, True)
+            self._check_rounded([values], found)
+        self._result.gradients = Fingerprint(params)
+        return self._result
+
+    def _takes_part(self, param: Tensor) -> bool:
+        """Whether a parameter has a gradient, which is one that can be looked at."""
+        queue, grad = _row_queue.waiting(param), param.grad
+        if queue is not None:
+            _row_queue.check_alone(self._op, param, queue)
+            queue.check_unchanged()
+        elif grad is None:
+            return False
+        else:
             wrapped: bool = is_traceable_wrapper_subclass(grad)
             if wrapped:
                 raise ValueError(
                     f"{self._op}: gradients must be plain tensors, got {type(grad).__name__} for "
                     f"{self._name_of(param)}; torch.amp.GradScaler takes those that are sharded"
                 )
-            if grad.layout == torch.strided:
-                values = self._dense(param, grad, ours)
-            elif grad.layout != torch.sparse_coo:
+            if grad.layout not in (torch.strided, torch.sparse_coo):
                 raise ValueError(
                     f"{self._op}: gradients must be dense or sparse COO, got {grad.layout} for "
                     f"{self._name_of(param)}"
                 )
-            elif grad.sparse_dim() == 1 and grad.dense_dim() <= 1:
-                values = self._rows(param, grad, ours)
-            else:
-                values = self._coalesced(param, grad)
-            if values is not None:
-                dense[values.device, self._group_of(param)].append((param, values))
-        for (device, group), members in dense.items():
-            self._check(device, group, members)
-        for values, inverse in self._looked_at:
-            _ops.grad_check_([values], inverse, None, None, None, True)
-        self._result.gradients = Fingerprint(optimizer)
-        return self._result
+        self._refuse(param)
+        return True
 
     # ---- kinds of gradients: values to look at, or None where that is done ----
 
-    def _dense(self, param: Tensor, grad: Tensor, ours: bool) -> Tensor | None:
+    def _dense(self, param: Tensor, grad: Tensor, ours: bool, unscale: bool) -> Tensor | None:
         grad = grad.detach()
         is_complex = grad.is_complex()
         if is_complex:
@@ -181,7 +215,7 @@ class GradientCheck:
                 grad = grad.resolve_conj()
                 _set_grad(param, grad)
             grad = torch.view_as_real(grad)
-        if not self._unscale:
+        if not unscale:
             return _one_piece(grad)
         if grad.dtype == torch.float16 and ours:
             grad = grad.float()  # what the scale has saved, fp16 would flush again
@@ -192,15 +226,17 @@ class GradientCheck:
             param, grad, lambda values: torch.view_as_complex(values) if is_complex else values
         )
 
-    def _rows(self, param: Tensor, grad: Tensor, ours: bool) -> Tensor | None:
+    def _rows(
+        self, param: Tensor, grad: Tensor, ours: bool, unscale: bool, done: bool
+    ) -> Tensor | None:
         """Repeated rows are summed first: finite ones may have a sum that is not."""
         rows = row_gradient(grad)
         values, dtype = grad._values(), grad.dtype
         if rows.used_rows is not None:
             # How many rows there are, only the device knows; the sums are looked at, and the
             # gradient keeps its repeated rows.
-            self._check_rows(param, rows.values, rows.used_rows)
-            if self._unscale:
+            self._check_rows(param, rows.values, rows.used_rows, done=done)
+            if unscale:
                 self._unscale_looked_at(param, grad, ours)
             return None
         summed = rows.values.data_ptr() != values.data_ptr()
@@ -208,25 +244,23 @@ class GradientCheck:
             values = rows.values.view(-1, *values.shape[1:])
         if summed and values.dtype != dtype and not ours:
             # Other optimizers take no gradient of another dtype.
-            if not self._unscale:
+            if not unscale:
                 return values
-            self._check(values.device, self._group_of(param), [(param, values)])
+            found = self._check(values.device, self._group_of(param), [(param, values)], done)
             values = values.to(dtype)
             _set_grad(param, _rows_of(grad, rows.rows, values))
             if dtype == torch.float16:
                 self._warn_of_rounding(param)
-            found = self._result.found_on(values.device, len(self._scales))
-            place = found[self._group_of(param)]
-            _ops.grad_check_([values], None, place, None, None, False)
+            self._check_rounded([values], found)
             return None
-        if self._unscale and dtype == torch.float16:
+        if unscale and dtype == torch.float16:
             if not ours:
                 self._warn_of_rounding(param)
             elif not summed:
                 values = values.float()
         if summed or values.dtype != dtype:
             _set_grad(param, _rows_of(grad, rows.rows, values))
-        if not self._unscale:
+        if not unscale:
             return _one_piece(values)
         return self._writable(param, values, lambda own: _rows_of(grad, rows.rows, own))
 
@@ -239,17 +273,19 @@ class GradientCheck:
         elif values.dtype == torch.float16:
             self._warn_of_rounding(param)
         own = self._writable(param, values, lambda v: _rows_of(grad, rows, v, distinct=False))
-        inverse = self._inverse(self._group_of(param), values.device)
+        group = self._group_of(param)
+        inverse = self._inverse(group, values.device)
         if inverse is not None:
-            self._looked_at.append((own, inverse))
+            found = self._result.found_on(values.device, len(self._scales))
+            self._looked_at.append((own, inverse, found[group]))
 
-    def _coalesced(self, param: Tensor, grad: Tensor) -> Tensor | None:
+    def _coalesced(self, param: Tensor, grad: Tensor, unscale: bool) -> Tensor | None:
         """A sparse gradient of something else than rows, which torch can sum."""
         if not grad.is_coalesced():
             grad = grad.coalesce()
             _set_grad(param, grad)
         values = grad._values()
-        if not self._unscale:
+        if not unscale:
             return _one_piece(values)
         if values.dtype == torch.float16:
             self._warn_of_rounding(param)
@@ -261,35 +297,38 @@ class GradientCheck:
             ),
         )
 
-    def _check_queue(self, param: Tensor, queue: RowQueue) -> None:
+    def _check_queue(self, param: Tensor, queue: RowQueue, unscale: bool, done: bool) -> None:
         """A gradient of ``sparse="fused"``, which is summed while it is looked at."""
         part = queue.merged()
         offloaded = self._norm and id(param) in TABLES
-        if self._unscale or offloaded:
+        if unscale or offloaded:
             part = _row_queue.summed(part)  # what it is made of is not ours to write
         order = row_order(param, part.rows, part.num_rows) if offloaded else None
         if order is None:
             self._check_rows(
                 param, part.grad, part.num_rows, part.segments, part.sources, part.coefficients,
-                unscale=self._unscale,
+                unscale=unscale, done=done,
             )  # fmt: skip
         else:
             grad = part.grad[order]
-            self._check_rows(param, grad, part.num_rows, unscale=self._unscale)
-            if self._unscale:
+            self._check_rows(param, grad, part.num_rows, unscale=unscale, done=done)
+            if unscale:
                 part.grad[order] = grad
-        if self._unscale:
+        if unscale:
             queue.put(replace(part, version=part.grad._version))
 
     # ---- the operators ----
 
-    def _inverse(self, group: int, device: torch.device) -> Tensor | None:
-        return None if self._unscaled else self._scales.inverse(group, device)
+    def _inverse(self, group: int, device: torch.device, done: bool = False) -> Tensor | None:
+        return None if self._unscaled or done else self._scales.inverse(group, device)
 
     def _places(
-        self, device: torch.device, group: int, params: Sequence[Tensor]
+        self, device: torch.device, group: int, params: Sequence[Tensor], done: bool
     ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
-        """Inverse scale, found_inf, statistics and sums of squares for gradients of a group."""
+        """Inverse scale, found_inf, statistics and sums of squares for gradients of a group.
+
+        Those that are done count in the statistics of the other optimizer.
+        """
         result = self._result
         result.groups.add(group)
         found = result.found_on(device, len(self._scales))
@@ -298,19 +337,35 @@ class GradientCheck:
             [group] * len(params),
             torch.zeros(len(params), _COLUMNS, dtype=torch.int64, device=device),
         )
-        result.stats.append(counted)
+        if not done:
+            result.stats.append(counted)
         squares = None
         if self._norm:
             squares = torch.zeros(len(params), dtype=torch.float64, device=device)
             result.square_sums.append((group, squares))
-        return self._inverse(group, device), found[group], counted.rows, squares
+        return self._inverse(group, device, done), found[group], counted.rows, squares
 
     def _check(
-        self, device: torch.device, group: int, members: Sequence[tuple[Tensor, Tensor]]
-    ) -> None:
-        inverse, found, stats, squares = self._places(device, group, [p for p, _ in members])
+        self,
+        device: torch.device,
+        group: int,
+        members: Sequence[tuple[Tensor, Tensor]],
+        done: bool,
+    ) -> Tensor:
+        """Returns: where it is noted that a gradient is not finite."""
+        params, grads = [p for p, _ in members], [g for _, g in members]
+        inverse, found, stats, squares = self._places(device, group, params, done)
         unscale = self._unscale and inverse is not None
-        _ops.grad_check_([g for _, g in members], inverse, found, stats, squares, unscale)
+        _ops.grad_check_(grads, inverse, found, stats, squares, unscale)
+        if unscale:
+            self._check_rounded(grads, found)
+        return found
+
+    def _check_rounded(self, grads: Sequence[Tensor], found: Tensor) -> None:
+        """Below a scale of 1, what was finite in FP32 need not be so in 16 bits."""
+        narrow = [grad for grad in grads if grad.dtype in (torch.float16, torch.bfloat16)]
+        if narrow:
+            _ops.grad_check_(narrow, None, found, None, None, False)
 
     def _check_rows(
         self,
@@ -322,8 +377,10 @@ class GradientCheck:
         coefficients: Tensor | None = None,
         *,
         unscale: bool = False,
+        done: bool,
     ) -> None:
-        inverse, found, stats, squares = self._places(grad.device, self._group_of(param), [param])
+        group = self._group_of(param)
+        inverse, found, stats, squares = self._places(grad.device, group, [param], done)
         _ops.row_grad_check_(
             grad, used_rows, segments, sources, coefficients, inverse, found, stats[0],
             None if squares is None else squares[0], unscale and inverse is not None,

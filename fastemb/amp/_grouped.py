@@ -24,6 +24,7 @@ from fastemb.amp._groups import (
     GroupConfig,
     Scales,
     check_config,
+    plain,
 )
 from fastemb.amp._iteration import Iteration, Leftovers
 from fastemb.amp._registry import Registry
@@ -38,6 +39,15 @@ _OP = "GradScaler"
 
 class GroupedScaler(torch.amp.GradScaler):
     """Base of `fastemb.amp.GradScaler`, which documents the arguments."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name in ("_unscale_grads_", "_maybe_opt_step"):
+            if name in vars(cls):
+                raise TypeError(
+                    f"{cls.__name__}.{name} would never be called: {_OP} has passes of its own; "
+                    "override unscale_ or step, or use process_group, skip and stats"
+                )
 
     def __init__(
         self,
@@ -82,9 +92,8 @@ class GroupedScaler(torch.amp.GradScaler):
                     f"got {init_scale!r}"
                 )
             init_scale = 1.0
-        super().__init__(
-            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
-        )
+        numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
+        super().__init__(device, *map(plain, numbers), enabled)  # type: ignore[call-arg]
         self._skip = skip
         self._guard = mode == "guard"
         self._process_group = process_group
@@ -201,7 +210,7 @@ class GroupedScaler(torch.amp.GradScaler):
         for group in self._registry.register(self, model):
             self._group(group)
         for optimizer in optimizers:
-            self._registry.see(optimizer)
+            self._meet(optimizer)
 
     def _enter(self, link: Link, outer: int) -> None:
         """A loss that is being scaled has a boundary."""
@@ -249,8 +258,11 @@ class GroupedScaler(torch.amp.GradScaler):
         grad = grad.detach().contiguous()
         torch.ops.fastemb.grad_check_([grad], inverse, None, stats, None, False)
 
+    def _meet(self, optimizer: torch.optim.Optimizer) -> None:
+        raise NotImplementedError
+
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        assert self._scales is None
+        assert self._scales is None, "the scale is on its device already"
         root = self._groups[ROOT]
         root.config, root.scale = self._root_config(), self._init_scale
         root.state = (self._init_growth_tracker, *root.state[1:])
@@ -271,9 +283,7 @@ class GroupedScaler(torch.amp.GradScaler):
             return
         if self._guard:
             raise ValueError(f"{_OP}: there is no scale to set with mode='guard'")
-        if len(self._groups) > 1:
-            config = replace(self._root_config(), init_scale=float(value))
-            check_config(_OP, config, exact=True)
+        self._check_scale(_OP, value)
         values = scales.values.clone()  # graphs may need the old ones
         values[ROOT] = value
         scales.values = values
@@ -289,6 +299,39 @@ class GroupedScaler(torch.amp.GradScaler):
         scales = self._started()
         if scales is not None and value is not None:
             scales.states[ROOT, 0] = value
+
+    def _check_scale(self, where: str, value: float | Tensor) -> None:
+        """Raise `ValueError` for a scale that the root cannot have.
+
+        With groups, this waits for one on a device.
+        """
+        grouped = len(self._groups) > 1
+        if isinstance(value, Tensor):
+            if value.numel() != 1 or (value.device.type != "cpu" and not grouped):
+                return  # torch refuses several
+            value = float(value)
+        if isinstance(value, float):  # torch refuses everything else
+            check_config(where, replace(self._root_config(), init_scale=value), exact=grouped)
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """As `torch.amp.GradScaler` does it; `ValueError` for one that is not > 1."""
+        self._check_moves("set_growth_factor", growth_factor=new_factor)
+        super().set_growth_factor(new_factor)
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """As `torch.amp.GradScaler` does it; `ValueError` for one not between 0 and 1."""
+        self._check_moves("set_backoff_factor", backoff_factor=new_factor)
+        super().set_backoff_factor(new_factor)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """As `torch.amp.GradScaler` does it; `ValueError` for one that is no int >= 1."""
+        self._check_moves("set_growth_interval", growth_interval=new_interval)
+        super().set_growth_interval(new_interval)
+
+    def _check_moves(self, setter: str, **moves: Any) -> None:
+        if self._enabled and not self._guard:
+            config = replace(self._root_config(), init_scale=None, **moves)
+            check_config(f"{_OP}.{setter}", config, exact=len(self._groups) > 1)
 
     def _started(self) -> Scales | None:
         scales: Scales | None = vars(self).get("_scales")  # torch assigns before there are any
@@ -345,8 +388,8 @@ class GroupedScaler(torch.amp.GradScaler):
         0 that torch's reaches, becomes the nearest that they allow.
 
         Raises:
-            ValueError: a version that is not known; a scale that is no power of two where there
-                are groups.
+            ValueError: a version that is not known; an entry that is missing or makes no sense; a
+                scale that is no power of two where there are groups.
             RuntimeError: there are gradients of a loss that was scaled since the last `update`.
         """
         if not self._enabled:
@@ -362,24 +405,25 @@ class GroupedScaler(torch.amp.GradScaler):
         entries = own["groups"]
         configs = {group.name: group.config for group in self._groups[1:]}
         names = [*configs, *(n for n in entries if n not in configs and n != ROOT_NAME)]
-        root = state_dict
         if state_dict:  # torch refuses an empty one
-            limits = self._root_config()
-            scale = limits.limited(state_dict["scale"])
-            root = {**state_dict, "scale": scale}
-            if names and not self._guard:
-                loaded = {name: state_dict[name] for name in _MOVES}
-                check_config(_OP, replace(limits, init_scale=scale, **loaded), exact=True)
-        super().load_state_dict(root)
-        groups = [Group(ROOT_NAME, self._root_config(), self._init_scale)]
+            state_dict = {**state_dict, "scale": self._scale_of(state_dict, bool(names))}
+        groups = []
         for name in names:
             entry = entries.get(name)
             config = configs.get(name)
             if entry is not None:
-                config = GroupConfig(**{k: entry[k] for k in asdict(GroupConfig())})
-            assert config is not None
-            scale = config.limited(self._init_scale)
-            groups.append(Group(name, config, scale if entry is None else entry["scale"]))
+                where = f"{_OP}.load_state_dict: groups[{name!r}]"
+                config = GroupConfig(**_entries(where, entry, list(asdict(GroupConfig()))))
+                scale = plain(_entries(where, entry, ["scale"])["scale"])
+                check_config(where, config, exact=True)
+                if not self._guard:
+                    check_config(where, replace(config, init_scale=scale), exact=True)
+            else:
+                assert config is not None
+                scale = config.limited(state_dict["scale"])
+            groups.append(Group(name, config, scale))
+        super().load_state_dict(state_dict)
+        groups.insert(ROOT, Group(ROOT_NAME, self._root_config(), self._init_scale))
         for group in groups:
             entry = entries.get(group.name, {})
             growth = self._init_growth_tracker if group.name == ROOT_NAME else 0
@@ -393,6 +437,20 @@ class GroupedScaler(torch.amp.GradScaler):
             self._scales = Scales(groups, self._scales.device, fixed=self._guard)
         self._per_optimizer_states.clear()
         self._iteration = Iteration(self._iteration.number + 1)
+
+    def _scale_of(self, state_dict: dict[str, Any], grouped: bool) -> float:
+        """The scale that the root has with a state, once all of it was found to make sense."""
+        where = f"{_OP}.load_state_dict"
+        entries = _entries(where, state_dict, ["scale", *_MOVES, "_growth_tracker"])
+        scale = plain(entries["scale"])
+        if not isinstance(scale, (int, float)) or not 0 <= scale < math.inf:
+            raise ValueError(f"{where}: scale must be a finite number >= 0, got {scale!r}")
+        limits = self._root_config()
+        scale = limits.limited(scale)
+        if not self._guard:
+            loaded = {name: entries[name] for name in _MOVES}
+            check_config(where, replace(limits, init_scale=scale, **loaded), exact=grouped)
+        return scale
 
     def _pending(self) -> bool:
         """Whether a known parameter has a gradient of this iteration that no step has used."""
@@ -421,6 +479,13 @@ class GroupedScaler(torch.amp.GradScaler):
         self._scales = None
         self._process_group = None
         self._start_over()
+
+
+def _entries(where: str, state: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    missing = [name for name in names if name not in state]
+    if missing:
+        raise ValueError(f"{where}: the state has no {', '.join(missing)}")
+    return {name: state[name] for name in names}
 
 
 def _config_from(name: str, values: Mapping[str, Any]) -> GroupConfig:

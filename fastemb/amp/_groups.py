@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from numbers import Number, Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +23,14 @@ ROOT_NAME = "root"
 # has the same bits until it goes below.
 SMALLEST_SCALE = 2.0**-126
 
+_LARGEST_SCALE = torch.finfo(torch.float32).max
+_MOST_STEPS = 2**31 - 1  # that the device counts
 _SCALES = ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale")
+
+
+def plain(value: Any) -> Any:
+    """A number of numpy as one of Python, which every checkpoint can hold."""
+    return value.item() if isinstance(value, Number) and hasattr(value, "item") else value
 
 
 @dataclass(frozen=True)
@@ -30,7 +39,8 @@ class GroupConfig:
 
     Attributes:
         init_scale: the first scale; None: that of the root, within the two limits.
-        growth_factor, backoff_factor, growth_interval: as in `torch.amp.GradScaler`.
+        growth_factor, backoff_factor, growth_interval: as in `torch.amp.GradScaler`; with a factor
+            of 1 the scale does not move that way.
         hysteresis: consecutive iterations with an overflow after which the scale backs off.
         min_scale, max_scale: limits of the scale.
     """
@@ -43,6 +53,10 @@ class GroupConfig:
     min_scale: float = 1.0
     max_scale: float = 2.0**24
 
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            object.__setattr__(self, field.name, plain(getattr(self, field.name)))
+
     def limited(self, scale: float) -> float:
         """The nearest scale that the limits allow."""
         return min(max(scale, self.min_scale), self.max_scale)
@@ -54,13 +68,13 @@ class GroupConfig:
             self.backoff_factor,
             self.min_scale,
             self.max_scale,
-            self.growth_interval,
-            self.hysteresis,
+            min(self.growth_interval, _MOST_STEPS),
+            min(self.hysteresis, _MOST_STEPS),
         ]
 
 
 # No growth, no backoff, only the count of skipped steps: the scale of ``mode="guard"``.
-GUARD = GroupConfig(1.0, 1.0, 1.0, 2**31 - 1, 2**31 - 1, 1.0, 1.0)
+GUARD = GroupConfig(1.0, 1.0, 1.0, _MOST_STEPS, _MOST_STEPS, 1.0, 1.0)
 
 
 @dataclass
@@ -91,18 +105,18 @@ def check_config(where: str, config: GroupConfig, *, exact: bool) -> None:
     """
     for field in fields(config):
         value = getattr(config, field.name)
-        if not isinstance(value, (int, float)) and not (value is None and field.default is None):
+        if not isinstance(value, Real) and not (value is None and field.default is None):
             raise TypeError(f"{where}: {field.name} must be a number, got {value!r}")
 
     def require(good: bool, name: str, rule: str) -> None:
         if not good:
             raise ValueError(f"{where}: {name} must be {rule}, got {getattr(config, name)!r}")
 
-    require(config.growth_factor > 1, "growth_factor", "> 1")
-    require(0 < config.backoff_factor < 1, "backoff_factor", "between 0 and 1")
+    require(1 <= config.growth_factor < math.inf, "growth_factor", ">= 1 and finite")
+    require(0 < config.backoff_factor <= 1, "backoff_factor", "> 0 and at most 1")
     for name in ("growth_interval", "hysteresis"):
         value = getattr(config, name)
-        require(isinstance(value, int) and 1 <= value < 2**31, name, "an int >= 1")
+        require(isinstance(value, int) and value >= 1, name, "an int >= 1")
     require(config.min_scale >= SMALLEST_SCALE, "min_scale", ">= 2**-126")
     require(config.max_scale >= config.min_scale, "max_scale", ">= min_scale")
     if config.init_scale is not None:
@@ -111,6 +125,7 @@ def check_config(where: str, config: GroupConfig, *, exact: bool) -> None:
             "init_scale",
             f"between min_scale ({config.min_scale}) and max_scale ({config.max_scale})",
         )
+        require(config.init_scale <= _LARGEST_SCALE, "init_scale", "a number that float32 has")
     if exact:
         for name in _SCALES:
             value = getattr(config, name)

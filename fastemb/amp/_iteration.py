@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fastemb._grad_reference import GRAD_STATS
-from fastemb.amp._fingerprint import parameters
+from fastemb.amp._fingerprint import Fingerprint, parameters
 from fastemb.amp._gradients import Pass, has_gradient, values_of
 from fastemb.amp._groups import ROOT, Scales, place
 
@@ -33,7 +33,7 @@ class Iteration:
     scaled: bool = False
     unwalked: bool = False
     boundary_stats: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
-    _groups: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
+    _groups: dict[int, tuple[weakref.ref[Tensor], int]] = field(default_factory=dict)
     _present: set[int] = field(default_factory=lambda: {ROOT})
     # by device, [groups, groups, 2]: what boundary_gradient has found, by inner and outer group
     _flags: dict[torch.device, Tensor] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Iteration:
 
     def group_of(self, param: Tensor) -> int:
         entry = self._groups.get(id(param))
-        return ROOT if entry is None else entry[1]
+        return ROOT if entry is None or entry[0]() is not param else entry[1]
 
     def enter(self, param: Tensor, group: int, describe: Callable[[Tensor, int, int], str]) -> None:
         """Note the group of a parameter that a loss has reached.
@@ -55,22 +55,28 @@ class Iteration:
             RuntimeError: it has another one; ``describe`` says so.
         """
         entry = self._groups.get(id(param))
-        if entry is None:
+        if entry is None or entry[0]() is not param:
             earlier = group
+            self._consumed.discard(id(param))
             if self.unwalked and group != ROOT and has_gradient(param):
                 earlier = ROOT
         else:
             earlier = entry[1]
         if earlier != group:
             raise RuntimeError(describe(param, earlier, group))
-        # The parameter is kept alive, so its id stands for it.
-        self._groups[id(param)] = (param, group)
+        self._groups[id(param)] = (weakref.ref(param), group)
 
     @property
     def present(self) -> list[int]:
         """The groups that had a gradient; the root always counts."""
         found = self._present.union(*(p.groups for p in self.passes.values()))
         return sorted(found)
+
+    def set_aside(self, key: int) -> None:
+        """Let another optimizer have an id: what was found in the gradients of the first counts."""
+        earlier = self.passes.pop(key, None)
+        if earlier is not None:
+            self.passes[min([0, *self.passes]) - 1] = earlier  # no id
 
     # ---- boundaries ----
 
@@ -89,8 +95,11 @@ class Iteration:
 
     def pending(self) -> bool:
         """Whether a parameter that a loss has reached has a gradient that no step has used."""
-        entries = self._groups.items()
-        return any(key not in self._consumed and has_gradient(p) for key, (p, _) in entries)
+        for key, (reference, _) in self._groups.items():
+            param = reference()
+            if key not in self._consumed and param is not None and has_gradient(param):
+                return True
+        return False
 
     def start_flags_over(self) -> None:
         """Before a further loss: forget what boundaries have found in gradients that were dropped.
@@ -184,6 +193,8 @@ class Leftovers:
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        # Those to which a loss with another scale was added, or will be.
+        self._mixed: dict[int, tuple[weakref.ref[Tensor], Fingerprint]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._of)
@@ -210,23 +221,36 @@ class Leftovers:
                         scale.fill_(1.0)
                     self._of[id(param)] = (weakref.ref(param), scale)
 
-    def mixes(self, param: Tensor, scale: Tensor) -> bool:
-        """Whether a gradient with ``scale`` would be added to one with another scale.
+    def meet(self, param: Tensor, scale: Tensor) -> None:
+        """A loss with ``scale`` has reached a parameter.
 
         Waits for the device, but only where there is a gradient from before.
         """
         entry = self._of.get(id(param))
         if entry is None or entry[0]() is not param:
-            return False
-        if not has_gradient(param):
+            return
+        if not _counts(param):
             del self._of[id(param)]
+            self._mixed.pop(id(param), None)
+        elif not bool(entry[1] == scale):
+            self._mixed[id(param)] = (weakref.ref(param), Fingerprint([param]))
+
+    def mixed(self, param: Tensor) -> bool:
+        """Whether a gradient is the sum of some with several scales."""
+        entry = self._mixed.get(id(param))
+        if entry is None:
             return False
-        if bool(entry[1] == scale):
-            return False
-        if param.grad is None or bool((values_of(param.grad) != 0).any()):
+        if entry[0]() is param and entry[1].holds(param) and _counts(param):
             return True
-        del self._of[id(param)]  # zeros have any scale
+        del self._mixed[id(param)]
         return False
+
+
+def _counts(param: Tensor) -> bool:
+    """Whether there is a gradient that its scale matters to: zeros have any."""
+    if param.grad is None:
+        return has_gradient(param)
+    return bool((values_of(param.grad) != 0).any())
 
 
 def _any(all_flags: Iterable[Tensor], device: torch.device) -> Tensor | None:

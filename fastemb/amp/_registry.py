@@ -37,10 +37,14 @@ class Registry:
         return name
 
     def see(self, optimizer: torch.optim.Optimizer) -> None:
-        if id(optimizer) not in self._optimizers:
+        if not self.knows(optimizer):
             key = id(optimizer)
             forget = self._optimizers.pop
             self._optimizers[key] = weakref.ref(optimizer, lambda _: forget(key, None))
+
+    def knows(self, optimizer: torch.optim.Optimizer) -> bool:
+        reference = self._optimizers.get(id(optimizer))
+        return reference is not None and reference() is optimizer
 
     def optimizers(self) -> Iterator[torch.optim.Optimizer]:
         for reference in list(self._optimizers.values()):
@@ -118,6 +122,8 @@ class _TableHook:
         reference, name = self._scaler, self.name
 
         def look(grad: Tensor) -> None:
+            if _functorch.is_batchedtensor(grad) or _functorch.is_legacy_batchedtensor(grad):
+                return  # of autograd.grad(is_grads_batched=True), where no loss was scaled
             scaler, param = reference(), weight()
             if scaler is not None and param is not None:
                 scaler._look(name, param, grad)

@@ -31,7 +31,7 @@ class _Record:
 
     step: int
     group_names: list[str]
-    params: list[Tensor]
+    params: list[str]
     param_groups: list[int]
     boundaries: list[str]
     numbers: Tensor
@@ -92,7 +92,7 @@ class Statistics:
             arrived.record(torch.cuda.current_stream(device))
         elif device.type != "cpu":
             packed = packed.cpu()
-        params = [p for c in counted for p in c.params]
+        params = [self._name_of(p) for c in counted for p in c.params]
         groups = [g for c in counted for g in c.groups]
         self._pending.append(
             _Record(step, list(group_names), params, groups, list(boundaries), packed, arrived)
@@ -126,9 +126,8 @@ class Statistics:
         gradients, boundaries, scales, states, blamed = record.numbers.split(sizes)
         found: dict[str, dict[str, Any]] = {}
         rows = gradients.view(-1, _COLUMNS).tolist()
-        for param, group, row in zip(record.params, record.param_groups, rows, strict=True):
+        for name, group, row in zip(record.params, record.param_groups, rows, strict=True):
             counts = {"group": record.group_names[group], **_counts(row)}
-            name = self._name_of(param)
             found[name] = _merged(found[name], counts) if name in found else counts
         group_states = zip(
             record.group_names,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _functorch
 from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
@@ -37,8 +38,15 @@ class _Boundary(torch.autograd.Function):
         return link.scaler._pass_boundary(link, grad), None
 
 
+def is_transformed() -> bool:
+    """Whether torch.func differentiates, whose losses no scaler has scaled."""
+    return _functorch.peek_interpreter_stack() is not None
+
+
 @_disable_dynamo
 def boundary(x: Tensor, link: Link) -> Tensor:
+    if is_transformed():
+        return x
     return _Boundary.apply(x, link)  # type: ignore[no-untyped-call]
 
 
@@ -84,7 +92,8 @@ class BoundaryLinear(nn.Linear):
     hold low.
 
     Without a scaler (`GradScaler.register` gives it one) there is no group, only the FP32 gradient.
-    Without autocast it is `torch.nn.Linear` behind ``scaler.boundary``.
+    Without autocast it is `torch.nn.Linear` behind ``scaler.boundary``, and in what `torch.func`
+    differentiates, plain `torch.nn.Linear`. For `torch.fx` it has to be a leaf.
 
     Args:
         in_features, out_features, bias, device, dtype: as in `torch.nn.Linear`.
@@ -128,7 +137,7 @@ class BoundaryLinear(nn.Linear):
         device_type = input.device.type
         low = torch.is_autocast_enabled(device_type)
         low = low and torch.get_autocast_dtype(device_type) in _LOW_PRECISION
-        if not low:
+        if not low or is_transformed():
             link = self._link(inner=0)
             if link is not None:
                 input = boundary(input, link)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,12 +14,12 @@ from torch.amp.grad_scaler import OptState
 from fastemb import _row_queue
 from fastemb.amp._checking import CheckingScaler
 from fastemb.amp._fingerprint import Fingerprint, parameters
-from fastemb.amp._gradients import Pass, has_gradient
+from fastemb.amp._gradients import Pass, has_double, has_gradient
 from fastemb.amp._graph import lists, tensors, walk
 from fastemb.amp._groups import ROOT, check_config
 from fastemb.amp._iteration import Iteration
 from fastemb.optim._base import RowOptimizer
-from fastemb.optim.clip import clip_grad_norm_
+from fastemb.optim.clip import check_norm, clip_grad_norm_
 
 __all__ = ["GradScaler"]
 
@@ -84,10 +84,7 @@ class GradScaler(CheckingScaler):
         `update`.
 
         Raises:
-            RuntimeError: a parameter or a boundary that is reached through two groups, by name; a
-                parameter of an optimizer that the scaler knows (from `register`, or an earlier
-                `step`) whose gradient was made before an `update` that changed its scale, and has
-                not been used or cleared.
+            RuntimeError: a parameter or a boundary that is reached through two groups, by name.
         """
         if not self._enabled:
             return outputs
@@ -106,12 +103,8 @@ class GradScaler(CheckingScaler):
         def leaf(param: Tensor, group: int) -> None:
             if grouped:
                 iteration.enter(param, group, self._two_groups)
-            if self._leftovers.mixes(param, scales.values[group]):
-                raise RuntimeError(
-                    f"{_OP}: {self._registry.name_of(param)} has a gradient from before an "
-                    "update(), with another scale than this loss, which would be added to it; call "
-                    "update() after the last backward of an accumulation, or zero_grad()"
-                )
+            if self._leftovers:
+                self._leftovers.meet(param, scales.values[group])
 
         walk(tensors(outputs), self._enter if grouped else None, leaf)
         return scaled
@@ -136,14 +129,17 @@ class GradScaler(CheckingScaler):
         Does not wait for the device.
 
         `step` checks gradients that were changed after this once more, without unscaling them: a
-        further backward would add scaled gradients to unscaled ones, as with torch's scaler.
+        further backward would add scaled gradients to unscaled ones, as with torch's scaler. The
+        gradient of a parameter that several optimizers have is unscaled once.
 
         Raises:
-            RuntimeError: called twice since the last `update`, or after `step`.
+            RuntimeError: called twice since the last `update`, or after `step`; gradients of
+                losses with two scales, as in `step`.
         """
         if not self._enabled:
             return
         self._check_scale_growth_tracker("unscale_")
+        self._meet(optimizer)
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.UNSCALED:
             raise RuntimeError(
@@ -163,7 +159,8 @@ class GradScaler(CheckingScaler):
         In place of ``unscale_`` and ``torch.nn.utils.clip_grad_norm_``. With an optimizer of
         `fastemb.optim` and ``norm_type`` 2, the norm comes from the pass that checks the gradients,
         and the step multiplies by the coefficient: gradients are read twice and never written.
-        Otherwise they are unscaled and clipped in place by `fastemb.optim.clip_grad_norm_`.
+        Otherwise, and where a gradient is float64, they are unscaled and clipped in place by
+        `fastemb.optim.clip_grad_norm_`.
 
         Holds for the gradients as they are now, so call it after the last backward; of several
         calls the last one counts. Where `step` finds further gradients added, it takes norm and
@@ -178,37 +175,42 @@ class GradScaler(CheckingScaler):
             norm_type: p of the p-norm.
 
         Returns:
-            The norm before clipping, [] float32. Where it is not finite, `step` will be skipped.
-            With ``skip="group"`` it is that of the groups without an overflow.
+            The norm before clipping, [] float32 (float64 where a gradient is). Where it is not
+            finite, `step` will be skipped. With ``skip="group"`` it is that of the groups without
+            an overflow, float32.
 
         Raises:
-            RuntimeError: after `step`.
-            ValueError: ``skip="group"`` and another norm or an optimizer that is not of
-                `fastemb.optim`: one group that is not finite would reach all others.
+            RuntimeError: after `step`; gradients of losses with two scales, as in `step`.
+            ValueError: ``max_norm`` is not >= 0, or ``norm_type`` not > 0; ``skip="group"`` and
+                another norm or an optimizer that is not of `fastemb.optim`: one group that is not
+                finite would reach all others.
         """
         if not self._enabled:
             return clip_grad_norm_(parameters(optimizer), max_norm, norm_type)
         self._check_scale_growth_tracker("clip_grad_norm_")
+        max_norm, norm_type = check_norm(f"{_OP}.clip_grad_norm_", max_norm, norm_type)
+        self._meet(optimizer)
         stage = self._per_optimizer_states[id(optimizer)]["stage"]
         if stage is OptState.STEPPED:
             raise RuntimeError("clip_grad_norm_() is being called after step().")
-        fused = isinstance(optimizer, RowOptimizer) and float(norm_type) == 2.0
+        fused = isinstance(optimizer, RowOptimizer) and norm_type == 2.0
         by_group = self._skip == "group" and len(self._groups) > 1
         if by_group and not fused:
             raise ValueError(
                 f"{_OP}.clip_grad_norm_: with skip='group' norm_type must be 2 and the optimizer "
                 f"one of fastemb.optim, got {norm_type!r} and {type(optimizer).__name__}"
             )
-        if not by_group and (stage is OptState.UNSCALED or not fused):
+        in_place = stage is OptState.UNSCALED or not fused or has_double(optimizer)
+        if in_place and not by_group:
             if stage is not OptState.UNSCALED:
                 self.unscale_(optimizer)
             result = self._current(optimizer, "clip_grad_norm_")
             result.max_norm = result.norm = result.clip = None
             norm = clip_grad_norm_(parameters(optimizer), max_norm, norm_type)
             # Clipping makes no finite gradient infinite; it need not be checked again.
-            result.gradients = Fingerprint(optimizer)
+            result.gradients = Fingerprint(parameters(optimizer))
             return norm
-        result = self._examine(optimizer, "clip_grad_norm_", max_norm=float(max_norm))
+        result = self._examine(optimizer, "clip_grad_norm_", max_norm=max_norm)
         assert result.norm is not None
         return result.norm.float()
 
@@ -223,18 +225,24 @@ class GradScaler(CheckingScaler):
         and counts as nothing. Gradients that were changed since `unscale_` or `clip_grad_norm_` are
         checked again, except where they were written through ``.data``, which leaves no trace.
 
+        Hooks that run before the step of an optimizer find unscaled gradients.
+
         If ``optimizer.step`` raises, the step has not happened: it can be called again, or the
         batch dropped.
 
         Raises:
-            RuntimeError: a second step since the last `update`; a ``closure``; ``skip="group"``
-                with an optimizer that is not of `fastemb.optim` while there are groups.
+            RuntimeError: a second step since the last `update`; a closure; ``skip="group"``
+                with an optimizer that is not of `fastemb.optim` while there are groups; a
+                parameter with the gradients of losses with two scales: of an optimizer that the
+                scaler knew (from `register`, or an earlier `step`) when an `update` changed its
+                scale, some from before that and some from after it.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        if "closure" in kwargs:
+        if "closure" in kwargs or any(map(callable, args)):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         self._check_scale_growth_tracker("step")
+        self._meet(optimizer)
         scales, iteration = self._scales, self._iteration
         assert scales is not None
         state = self._per_optimizer_states[id(optimizer)]
@@ -243,7 +251,7 @@ class GradScaler(CheckingScaler):
 
         ours = isinstance(optimizer, RowOptimizer)
         grouped = len(scales) > 1
-        on_device = getattr(optimizer, "_step_supports_amp_scaling", False)
+        on_device = _skips_by_itself(optimizer)
         if self._skip == "group" and grouped and not ours:
             raise RuntimeError(
                 f"{_OP}: skip='group' needs an optimizer of fastemb.optim, which can leave out "
@@ -256,7 +264,10 @@ class GradScaler(CheckingScaler):
             iteration.consume(parameters(optimizer))
             return returned
 
-        if state["stage"] is OptState.READY and (not on_device or (grouped and not ours)):
+        reads_only = on_device and not _has_hooks(optimizer)
+        if reads_only and not ours:  # torch's unscale all gradients alike, and write them
+            reads_only = not grouped and not self._shares(optimizer)
+        if state["stage"] is OptState.READY and not reads_only:
             self.unscale_(optimizer)
         result = self._current(optimizer, "step")
         returned = None
@@ -264,7 +275,8 @@ class GradScaler(CheckingScaler):
             skip, skip_groups = self._to_skip(optimizer)
             self._tell_torch(optimizer, result)
             if isinstance(optimizer, RowOptimizer):
-                self._hand_over(optimizer, result, skip, skip_groups)
+                done = self._unscaled_elsewhere(optimizer)
+                self._hand_over(optimizer, result, skip, skip_groups, done)
             elif on_device:
                 self._announce(optimizer, result, skip)
             if on_device or not bool(skip):
@@ -277,6 +289,7 @@ class GradScaler(CheckingScaler):
             for name in ("grad_scale", "found_inf", "_param_scaling", "_clip_coefficient"):
                 vars(optimizer).pop(name, None)
         state["stage"] = OptState.STEPPED
+        result.handed_over = on_device and not ours and not result.unscaled and not self._guard
         iteration.consume(parameters(optimizer))
         self._verdicts[id(optimizer)] = (weakref.ref(optimizer), skip)
         return returned
@@ -294,7 +307,12 @@ class GradScaler(CheckingScaler):
         optimizer.found_inf = skip
 
     def _hand_over(
-        self, optimizer: RowOptimizer, result: Pass, skip: Tensor, skip_groups: Tensor
+        self,
+        optimizer: RowOptimizer,
+        result: Pass,
+        skip: Tensor,
+        skip_groups: Tensor,
+        done: Callable[[Tensor], bool],
     ) -> None:
         """The same for optimizers of `fastemb.optim`, which take parameters one by one."""
         self._announce(optimizer, result, skip)
@@ -305,9 +323,13 @@ class GradScaler(CheckingScaler):
         flags = skip_groups.unbind() if self._skip == "group" else (skip,) * len(scales)
         scaling = {}
         for param in parameters(optimizer):
-            if has_gradient(param) and (grouped or _row_queue.waiting(param) is not None):
+            if not has_gradient(param):
+                continue
+            unscaled = result.unscaled or done(param)
+            queued = _row_queue.waiting(param) is not None
+            if grouped or queued or unscaled is not result.unscaled:
                 group = self._iteration.group_of(param)
-                inverse = None if result.unscaled else scales.inverse(group, param.device)
+                inverse = None if unscaled else scales.inverse(group, param.device)
                 scaling[param] = (inverse, flags[group])
         optimizer._param_scaling = scaling
 
@@ -343,8 +365,9 @@ class GradScaler(CheckingScaler):
         Raises:
             AssertionError: no `step` or `unscale_` since the last one.
             RuntimeError: with ``alarm="raise"``, after too many skipped iterations.
-            ValueError: a new scale that is no power of two where there are groups, or with
-                ``mode="guard"``.
+            ValueError: a new scale beyond the limits, one that is no power of two where there are
+                groups, or any with ``mode="guard"``. Without groups the values of tensors on a
+                device are not looked at.
         """
         if not self._enabled:
             return
@@ -389,13 +412,7 @@ class GradScaler(CheckingScaler):
             new_scale = float(new_scale)
         elif isinstance(new_scale, Tensor) and new_scale.numel() == 1:
             new_scale = new_scale.reshape(())
-        if len(self._groups) > 1:
-            value = new_scale
-            if isinstance(value, Tensor) and value.numel() == 1:
-                value = float(value)
-            if isinstance(value, float):  # torch refuses everything else
-                config = replace(self._root_config(), init_scale=value)
-                check_config(f"{_OP}.update", config, exact=True)
+        self._check_scale(f"{_OP}.update", new_scale)
         super().update(new_scale)
         assert self._scales is not None
         self._scales.forget()
@@ -425,3 +442,18 @@ class GradScaler(CheckingScaler):
         A gradient that went through fp16 before shows "zeros" in place of "flushed" ones.
         """
         return self._statistics.latest(wait=wait)
+
+
+def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer unscales and skips its step when it is told to, on the device.
+
+    A wrapper that passes on what it does not have is not told for the optimizer in it.
+    """
+    name = "_step_supports_amp_scaling"
+    declared = name in vars(optimizer) or hasattr(type(optimizer), name)
+    return declared and bool(getattr(optimizer, name))
+
+
+def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks of its own see the gradients before the step does."""
+    return bool(getattr(optimizer, "_optimizer_step_pre_hooks", None))

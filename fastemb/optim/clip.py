@@ -48,16 +48,15 @@ def clip_grad_norm_(
         gradient is or has its parts); 0 without gradients.
 
     Raises:
-        ValueError: ``norm_type`` is not > 0; a sparse gradient that is not one of rows.
+        ValueError: ``norm_type`` is not > 0, ``max_norm`` not >= 0; a sparse gradient that is not
+            one of rows.
         RuntimeError: the norm is not finite and ``error_if_nonfinite``; a table has queued
             gradients and a ``.grad`` as well.
 
     With :math:`n` the norm, gradients are multiplied by :math:`\\min(1, \\mathrm{max\\_norm} /
     (n + 10^{-6}))`, as torch does.
     """
-    norm_type = float(norm_type)
-    if not norm_type > 0:
-        raise ValueError(f"{_OP}: norm_type must be > 0, got {norm_type!r}")
+    max_norm, norm_type = check_norm(_OP, max_norm, norm_type)
     if isinstance(parameters, Tensor):
         parameters = [parameters]
     found = _with_gradients(parameters)
@@ -79,7 +78,7 @@ def clip_grad_norm_(
             "so it cannot be clipped. To disable this error and scale the gradients by the "
             "non-finite norm anyway, set `error_if_nonfinite=False`"
         )
-    coefficient = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
+    coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
     params = [param for param, queue in found if queue is None]
     _scale(params, [part.grad for part in parts if part is not None], coefficient, foreach)
     for (_, queue), part in zip(found, parts, strict=True):
@@ -87,6 +86,16 @@ def clip_grad_norm_(
             queue.put(replace(part, version=part.grad._version))
     double = any(v.dtype in (torch.float64, torch.complex128) for v in values)
     return total if double else total.float()
+
+
+def check_norm(op: str, max_norm: float, norm_type: float) -> tuple[float, float]:
+    """Both as floats; raise `ValueError` where they make no sense."""
+    max_norm, norm_type = float(max_norm), float(norm_type)
+    if not max_norm >= 0:
+        raise ValueError(f"{op}: max_norm must be >= 0, got {max_norm!r}")
+    if not norm_type > 0:
+        raise ValueError(f"{op}: norm_type must be > 0, got {norm_type!r}")
+    return max_norm, norm_type
 
 
 def _with_gradients(parameters: Iterable[Tensor]) -> list[tuple[Tensor, RowQueue | None]]:
