@@ -329,8 +329,13 @@ def _keep_coalesced(leaf: weakref.ref[Tensor], gradient: Tensor) -> None:
 
     Without it every reader sorts and copies rows that are sorted already (`SparseAdam`, or
     ``coalesce()``, which takes longer than the backward). Only a gradient that still is this one,
-    not a sum of several, is marked.
+    not a sum of several, is marked, and at once: what runs next, such as the hook by which
+    `DistributedDataParallel` starts to reduce, may hand it to threads that read the flag. Hooks of
+    the weight that are there already would come before that, and it stays unmarked.
     """
+    weight = leaf()
+    if weight is None or not weight.requires_grad or weight._post_accumulate_grad_hooks:
+        return
 
     def identity(tensor: Tensor) -> tuple[object, ...]:
         # A weak reference keeps no memory, yet while it lives no other storage compares equal:
@@ -340,13 +345,15 @@ def _keep_coalesced(leaf: weakref.ref[Tensor], gradient: Tensor) -> None:
 
     ours = identity(gradient)
 
-    def mark() -> None:
-        weight = leaf()
-        stored = None if weight is None else weight.grad
+    def mark(weight: Tensor) -> None:
+        handle.remove()
+        stored = weight.grad
         if stored is not None and stored.layout == torch.sparse_coo and identity(stored) == ours:
             stored._coalesced_(True)
 
-    torch.autograd.Variable._execution_engine.queue_callback(mark)
+    handle = weight.register_post_accumulate_grad_hook(mark)
+    # `torch.autograd.grad` stores nothing.
+    torch.autograd.Variable._execution_engine.queue_callback(handle.remove)
 
 
 @torch.library.register_fake("fastemb::group_indices", lib=LIBRARY)

@@ -271,6 +271,33 @@ def test_sparse_gradients_are_stored_coalesced() -> None:
     assert weight.grad.to_dense()[:, 0].tolist() == [2, 1, 3, 1]
 
 
+@pytest.mark.parametrize("hook", ["of autograd", "of the weight"])
+def test_stored_gradients_keep_their_flag(hook: str) -> None:
+    """Who gets the gradient while it is stored, as `DistributedDataParallel`, may read the flag."""
+    weight = torch.nn.Parameter(table().detach())
+    edge = torch.autograd.graph.get_gradient_edge(weight)  # lives as long as somebody holds it
+    seen: list[bool] = []
+
+    def look(*_: object) -> None:
+        seen.append(weight.grad.is_coalesced())
+
+    if hook == "of the weight":
+        weight.register_post_accumulate_grad_hook(look)
+    else:
+        edge.node.register_hook(look)
+    F.embedding(IDS, weight, sparse=True).sum().backward()
+    assert seen == [weight.grad.is_coalesced()] == [hook == "of autograd"]
+
+
+def test_lookups_leave_no_hooks_behind() -> None:
+    weight = torch.nn.Parameter(table().detach())
+    torch.autograd.grad(F.embedding(IDS, weight, sparse=True).sum(), weight)
+    assert not weight._post_accumulate_grad_hooks
+    F.embedding(IDS, weight, sparse=True).sum().backward()
+    assert not weight._post_accumulate_grad_hooks
+    assert weight.grad.is_coalesced()
+
+
 @pytest.mark.parametrize("change", ["rows", "values", "both"])
 def test_another_gradient_is_not_marked_coalesced(change: str) -> None:
     """A hook may put something else in place of the gradient, even in memory that ours had."""
