@@ -62,6 +62,9 @@ def test_error_is_that_of_dense_fp32_adam(kind: str, options: dict[str, Any]) ->
         {"eps": 1e-3},
         {"betas": (0.0, 0.9)},
         {"betas": (0.99, 0.9)},  # the series diverges
+        {"betas": (0.9, 0.0)},
+        {"betas": (0.9, 0.01)},
+        {"betas": (0.9, 1e-300), "amsgrad": True},
     ],
     ids=str,
 )
@@ -73,6 +76,15 @@ def test_replayed_steps(options: dict[str, Any]) -> None:
     got, _ = train(optim.Adam, weight, batches, 1e-2, True, lazy="exact", **options)
     for ours, theirs in zip(errors(got, want), errors(peer, want), strict=True):
         assert ours <= 1.5 * theirs
+
+
+@pytest.mark.parametrize("betas", [(0.0, 0.0), (0.9, 0.0), (0.9, 1e-320), (1e-200, 0.0)], ids=str)
+def test_second_moments_that_fade_at_once(betas: tuple[float, float]) -> None:
+    batches = gradients(30, 20, 2, 5)
+    weight = torch.randn(20, 2, dtype=torch.float64)
+    want, _ = train(torch.optim.Adam, weight, batches, 1e-2, False, betas=betas)
+    got, _ = train(optim.Adam, weight, batches, 1e-2, True, lazy="exact", betas=betas)
+    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
 
 
 def test_float64_and_tables_of_one_column() -> None:

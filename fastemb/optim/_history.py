@@ -42,15 +42,20 @@ class AdamHistory:
         ages = torch.arange(1, CAPACITY + 1, dtype=torch.float64, device=device)
         self._fades = fade ** ages.unsqueeze(1)
 
-        pace = beta1 / math.sqrt(fade2)
+        # Of a small fade2 the inverse overflows, and 0 has none.
+        diverges = beta1 >= fade2 ** (_SERIES / 2)
+        root = math.sqrt(fade2)
         self.horizon = CAPACITY
-        if pace < 1.0:
-            wanted = 1 if pace == 0.0 else math.ceil(math.log(_NEGLIGIBLE) / math.log(pace))
+        if beta1 == 0.0:
+            self.horizon = 1
+        elif beta1 < root:
+            wanted = math.ceil(math.log(_NEGLIGIBLE) / math.log(beta1 / root))
             self.horizon = min(CAPACITY, max(1, wanted))
-        self.smallest_root = max(_RATIO * eps * fade2 ** (-self.horizon / 2), 1e-30)
-        if beta1 * fade2 ** (-_SERIES / 2) >= 1.0:
-            self.smallest_root = math.inf  # the series diverges: replay
+        if diverges:
+            self.smallest_root = math.inf  # replay
             self._fades.zero_()
+        else:
+            self.smallest_root = max(_RATIO * eps * root**-self.horizon, 1e-30)
 
     def append(self, step: Tensor, lr: float | Tensor, decay: float, skip: Tensor | None) -> None:
         """Add the step that has just been made.
