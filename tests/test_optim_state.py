@@ -183,6 +183,43 @@ def test_states_of_another_shape_are_refused_before_anything_is_loaded() -> None
     assert snapshot(b) == before
 
 
+@pytest.mark.parametrize(
+    ("cls", "there", "message"),
+    [
+        (optim.Adam, ["step", "exp_avg"], "'step', 'exp_avg', 'exp_avg_sq', got .*'exp_avg'"),
+        (optim.AdamW, ["exp_avg", "exp_avg_sq"], "parameter 1 must have 'step', 'exp_avg'"),
+        (optim.SparseAdam, ["step", "sum"], "parameter 1 must have .*got .*'sum'"),
+        (optim.Adam, ["momentum_buffer"], "parameter 1 must have .*got .*'momentum_buffer'"),
+        (optim.Adagrad, ["step"], "parameter 1 must have 'step', 'sum', got .*'step'"),
+        (optim.RowWiseAdagrad, ["sum"], "parameter 1 must have 'step', 'sum', got .*'sum'"),
+    ],
+)
+def test_parts_of_a_state_and_those_of_others_are_refused(
+    cls: type[optim.Adam], there: list[str], message: str
+) -> None:
+    optimizer = cls([nn.Parameter(torch.ones(5, 3)) for _ in range(2)])
+    train(optimizer, 0)
+    before = snapshot(optimizer)
+    state_dict = optimizer.state_dict()
+    state_dict["param_groups"][0]["lr"] = 7.0
+    state = {name: torch.tensor(9.0) if name == "step" else torch.ones(5, 3) for name in there}
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict({**state_dict, "state": {1: {**state, "none": None}}})
+    assert snapshot(optimizer) == before
+    assert optimizer.param_groups[0]["lr"] != 7.0
+    optimizer.load_state_dict({**state_dict, "state": {1: {}}})
+    train(optimizer, 1)
+
+
+def test_step_of_a_loaded_state_is_one_number() -> None:
+    optimizer = optim.Adam([nn.Parameter(torch.ones(2))])
+    train(optimizer, 0)
+    state_dict = optimizer.state_dict()
+    state_dict["state"][0]["step"] = torch.ones(2)
+    with pytest.raises(ValueError, match=r"'step' of parameter 0 must have 1 element, got \(2,\)"):
+        optimizer.load_state_dict(state_dict)
+
+
 def test_hooks_of_load_state_dict_see_tensors() -> None:
     p = nn.Parameter(torch.ones(2))
     optimizer = optim.Adam([p])

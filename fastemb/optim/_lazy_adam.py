@@ -21,6 +21,7 @@ class AdamRows(RowOptimizer):
     """The states of Adam, and its row step."""
 
     _moment_names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    _whole_state = ("step", "exp_avg", "exp_avg_sq")
 
     def _check_options(self, options: Options) -> None:
         super()._check_options(options)

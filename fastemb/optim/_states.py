@@ -45,11 +45,13 @@ class StatefulOptimizer(torch.optim.Optimizer):
     - ``master``: the FP32 copy of a float16 or bfloat16 parameter;
     - ``row_step``, ``row_count``: [num_embeddings] int32.
 
-    Each is made when a step first needs it, so that a checkpoint may lack any of them.
+    Each is made when a step first needs it, so that a checkpoint may lack what torch's has not.
     """
 
     # All moments there can be; `_moments` says which there are.
     _moment_names: tuple[str, ...] = ()
+    # States that a parameter has all of, or none.
+    _whole_state: tuple[str, ...] = ()
     # What `decay` may be.
     _decays: tuple[str, ...] = ("touched", "all")
     # Whether also a dense step works on rows, so that states have to be contiguous.
@@ -282,7 +284,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
         row counters) is rebuilt from the parameters and the step count. All states are copies.
 
         Raises:
-            ValueError: a state of another shape than its parameter needs, or other groups.
+            ValueError: a state of another shape than its parameter needs, a part of a state or
+                that of another kind of optimizer, or other groups; nothing is changed then.
             IntegrityError: records of an offloaded table are wrong; nothing is changed then.
         """
         for param in chain.from_iterable(group["params"] for group in self.param_groups):
@@ -299,13 +302,23 @@ class StatefulOptimizer(torch.optim.Optimizer):
             self._offload.reset()
 
     def _hide(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """``state_dict`` with its states out of sight of torch's cast; their shapes are checked."""
+        """``state_dict`` with its states, which are checked, out of sight of torch's cast."""
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         states = dict(state_dict["state"])
         for key, param in zip(saved, params, strict=False):  # torch checks the lengths
             if key not in states:
                 continue
+            there = [name for name, value in states[key].items() if value is not None]
+            if there and not set(self._whole_state).issubset(there):
+                # Moments of zero at a late step, say, would make steps that are far too long.
+                wanted = ", ".join(map(repr, self._whole_state))
+                raise self._error(f"the state of parameter {key} must have {wanted}", there)
+            step = states[key].get("step")
+            if isinstance(step, Tensor) and step.numel() != 1:
+                raise self._error(
+                    f"state 'step' of parameter {key} must have 1 element", tuple(step.shape)
+                )
             for name, value in states[key].items():
                 shape = self._state_shape(param, name)
                 if isinstance(value, Tensor) and shape is not None and value.shape != shape:

@@ -25,6 +25,7 @@ class _AdagradBase(RowOptimizer):
     """The state of Adagrad, which is there from the beginning, as torch's is."""
 
     _moment_names = ("sum",)
+    _whole_state = ("step", "sum")
 
     def __init__(
         self, params: ParamsT, defaults: Options, offload: str | HostStates | None
