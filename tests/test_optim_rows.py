@@ -221,6 +221,20 @@ def test_gradients_that_are_not_rows_are_refused() -> None:
         check_sparse("Adam", torch.sparse_csr_tensor([0, 1], [0], [1.0], (1, 2)))
 
 
+@pytest.mark.parametrize("rows", [[0, 4], [-1], [2, 2**40, 1]], ids=str)
+def test_rows_outside_the_table_are_refused(rows: list[int]) -> None:
+    p, q = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(4, 3))
+    p.grad, q.grad = torch.ones(2), coo(rows, torch.ones(len(rows), 3), 4)
+    (bad,) = [row for row in rows if not 0 <= row < 4]
+    for cls in CLASSES:
+        with pytest.raises(IndexError, match=f"{cls.__name__}: row {bad} .* table of 4 rows"):
+            cls([p, q], lr=0.1).step()
+        assert p.count_nonzero() == q.count_nonzero() == 0
+    with pytest.raises(IndexError, match=f"clip_grad_norm_: row {bad} .* table of 4 rows"):
+        optim.clip_grad_norm_([p, q], 0.1)
+    assert p.grad.tolist() == [1, 1]
+
+
 # ---- weight decay ----
 
 

@@ -144,6 +144,7 @@ class RowOptimizer(StatefulOptimizer):
         Raises:
             ValueError: a sparse gradient that is not one of rows, or a table with a sparse
                 gradient whose rows are not contiguous.
+            IndexError: a row of a sparse gradient outside its table, on the CPU.
             RuntimeError: ``differentiable=True`` and a gradient that torch's optimizers do not
                 take; a sparse gradient of a complex parameter; a gradient or a state of another
                 shape than its parameter, as after a new ``.data``; a table with ``sparse="fused"``

@@ -36,7 +36,13 @@ class RowGradient(NamedTuple):
 
 
 def check_sparse(op: str, grad: Tensor) -> None:
-    """Raise `ValueError` for a sparse gradient that is not one of rows."""
+    """Raise for a sparse gradient that is not one of rows.
+
+    Raises:
+        ValueError: another layout, or other sparse dimensions.
+        IndexError: a row outside the table. On the CPU only: a device would be waited for, and its
+            kernels pass over such rows.
+    """
     if grad.layout != torch.sparse_coo:
         raise ValueError(f"{op}: gradients must be dense or sparse COO, got {grad.layout}")
     if grad.sparse_dim() != 1:
@@ -44,6 +50,14 @@ def check_sparse(op: str, grad: Tensor) -> None:
             f"{op}: a sparse gradient must have 1 sparse dimension, its rows, got sparse_dim "
             f"{grad.sparse_dim()} and dense_dim {grad.dense_dim()} for shape {tuple(grad.shape)}"
         )
+    rows = grad._indices()[0]
+    if on_host(grad) and rows.numel() > 0:
+        for row in map(int, rows.aminmax()):
+            if not 0 <= row < grad.shape[0]:
+                raise IndexError(
+                    f"{op}: row {row} of a sparse gradient is outside its table of "
+                    f"{grad.shape[0]} rows"
+                )
 
 
 def row_gradient(grad: Tensor | QueuedRows, multiplier: Tensor | None = None) -> RowGradient:

@@ -50,6 +50,7 @@ def clip_grad_norm_(
     Raises:
         ValueError: ``norm_type`` is not > 0, ``max_norm`` not >= 0; a sparse gradient that is not
             one of rows.
+        IndexError: a row of a sparse gradient outside its table, on the CPU.
         RuntimeError: the norm is not finite and ``error_if_nonfinite``; a table has queued
             gradients and a ``.grad`` as well.
 
