@@ -235,6 +235,34 @@ def test_rows_outside_the_table_are_refused(rows: list[int]) -> None:
     assert p.grad.tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_momentum_that_is_switched_on_later_begins_with_a_gradient(
+    dtype: torch.dtype, sparse: bool
+) -> None:
+    """Also after a step that was skipped, and out of a checkpoint from before."""
+    p, q = (nn.Parameter(torch.ones(3, 2, dtype=d)) for d in (dtype, torch.float64))
+    ours, theirs = optim.SGD([p], lr=0.1), torch.optim.SGD([q], lr=0.1)
+    for step in range(6):
+        if step == 2:
+            ours.load_state_dict(ours.state_dict())
+            for group in (*ours.param_groups, *theirs.param_groups):
+                group.update(momentum=0.9, dampening=0.5)
+        values = torch.full((3, 2), step + 1.0)
+        p.grad = coo([0, 1, 2], values.to(dtype), 3) if sparse else values.to(dtype)
+        if step == 2:
+            ours.found_inf = torch.ones(())
+            ours.step()
+            del ours.found_inf
+        q.grad = values.double()
+        ours.step()
+        theirs.step()
+    torch.testing.assert_close(p.double(), q, rtol=2.0**-8, atol=0)
+    torch.testing.assert_close(
+        ours.state[p]["momentum_buffer"].double(), theirs.state[q]["momentum_buffer"]
+    )
+
+
 # ---- weight decay ----
 
 

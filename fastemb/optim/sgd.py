@@ -59,7 +59,8 @@ class SGD(RowOptimizer):
         TypeError: an option that is not a number where one is expected.
 
     State of a parameter: with momentum ``momentum_buffer``; ``step`` where the first one is
-    another than the later ones, and for sparse gradients and low precision; there, ``master``.
+    another than the later ones, and for sparse gradients and low precision; there, ``master``. A
+    momentum that is switched on later begins with a first step, and ``step`` with it.
     """
 
     _fused_operator = "_fused_sgd_"
@@ -119,14 +120,21 @@ class SGD(RowOptimizer):
         return {"momentum_buffer": -0.0} if group["momentum"] != 0 else {}
 
     def _prepare(self, param: Tensor, group: Options, state: State, *, sparse: bool) -> None:
-        # torch keeps no count; with a buffer of its making the first step is over.
-        self._add_step(param, state, first=float("momentum_buffer" in state))
+        self._add_count(param, group, state)
         self._add_moments(param, group, state)
 
     def _prepare_dense(self, param: Tensor, group: Options, state: State) -> None:
         if group["momentum"] != 0 and group["dampening"] != 0:
-            self._add_step(param, state, first=float("momentum_buffer" in state))
+            self._add_count(param, group, state)
         self._add_moments(param, group, state)
+
+    def _add_count(self, param: Tensor, group: Options, state: State) -> None:
+        """Have ``step`` be 0 exactly before the step that makes the buffer."""
+        # torch keeps no count; with a buffer of its making the first step is over.
+        begun = "momentum_buffer" in state
+        self._add_step(param, state, first=float(begun))
+        if group["momentum"] != 0 and not begun:
+            state["step"].zero_()  # there were steps without momentum
 
     def _row_step(self, group: Options, call: RowCall) -> None:
         torch.ops.fastemb.row_sgd_(
