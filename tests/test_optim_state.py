@@ -163,6 +163,45 @@ def test_extras_that_went_through_torch_are_made_again() -> None:
     assert ours.state[p]["row_step"].tolist() == [6 if row in touched else 5 for row in range(4)]
 
 
+def test_options_that_a_checkpoint_does_not_have_stay() -> None:
+    p, q = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(4, 3))
+    theirs = torch.optim.Adam([p], lr=0.3)
+    train(theirs, 0)
+    wanted = {
+        "lazy": "rows",
+        "decay": "all",
+        "row_bias_correction": True,
+        "rounding": "stochastic",
+        "seed": 5,
+        "state_dtype": torch.bfloat16,
+    }
+    ours = optim.Adam([{"params": [q], **wanted}])
+    state_dict = theirs.state_dict()
+    ours.load_state_dict(state_dict)
+    group = ours.param_groups[0]
+    assert {name: group[name] for name in wanted} == wanted
+    assert group["lr"] == 0.3
+    assert ours.state[q]["exp_avg"].dtype == torch.bfloat16
+    assert "seed" not in state_dict["param_groups"][0]  # it is only read
+
+
+def test_default_decay_is_that_of_the_loaded_kind() -> None:
+    """Adam becomes AdamW by a checkpoint, as in torch; AdamW stays what it is."""
+    for first, decay in ((torch.optim.Adam, "touched"), (torch.optim.AdamW, "catch_up")):
+        p = nn.Parameter(torch.ones(4, 3))
+        theirs = first([p])
+        train(theirs, 0)
+        state_dict = theirs.state_dict()
+        ours = optim.Adam([p], lazy="exact")
+        ours.load_state_dict(state_dict)
+        assert ours.param_groups[0]["decay"] == decay
+        del state_dict["param_groups"][0]["decoupled_weight_decay"]  # before torch 2.7
+        ours = optim.AdamW([p], lazy="exact")
+        ours.load_state_dict(state_dict)
+        group = ours.param_groups[0]
+        assert (group["decoupled_weight_decay"], group["decay"]) == (True, "catch_up")
+
+
 def test_rowwise_sum_has_the_shape_of_torchrec() -> None:
     p = nn.Parameter(torch.ones(5, 3))
     optimizer = optim.RowWiseAdagrad([p], initial_accumulator_value=0.5)

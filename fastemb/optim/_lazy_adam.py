@@ -99,8 +99,7 @@ class LazyAdam(AdamRows):
         if options.get("lazy") not in (None, "rows", "exact"):
             raise self._error("lazy must be 'rows' or 'exact'", options["lazy"])
         if _is_exact(options):
-            default = "catch_up" if options["decoupled_weight_decay"] else "touched"
-            if options["decay"] != default:
+            if options["decay"] != default_decay(options["decoupled_weight_decay"]):
                 raise self._error(
                     "decay must be left at its default with lazy='exact', where every row decays "
                     "in every step",
@@ -112,6 +111,12 @@ class LazyAdam(AdamRows):
                     "Adam does",
                     True,
                 )
+
+    def _loaded_group(self, own: Options, saved: Options) -> Options:
+        group = super()._loaded_group(own, saved)
+        if "decay" not in saved and own["decay"] == default_decay(own["decoupled_weight_decay"]):
+            group["decay"] = default_decay(group["decoupled_weight_decay"])
+        return group
 
     def flush(self) -> None:
         """Catch up all rows that sleep under ``lazy="exact"``; without any this does nothing.
@@ -190,6 +195,11 @@ class LazyAdam(AdamRows):
 
     def _corrects_denominator(self, group: Options, sparse: bool) -> bool:
         return not sparse or _is_exact(group)
+
+
+def default_decay(decoupled: bool) -> str:
+    """Option ``decay`` where it is not given."""
+    return "catch_up" if decoupled else "touched"
 
 
 def _is_exact(group: Options) -> bool:

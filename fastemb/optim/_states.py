@@ -281,7 +281,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
         States keep their dtype, where torch would cast them to that of the parameter: a master or
         a moment in FP32 comes back bit for bit. What a torch checkpoint does not have (masters,
-        row counters) is rebuilt from the parameters and the step count. All states are copies.
+        row counters) is rebuilt from the parameters and the step count; options that it does not
+        have stay. All states are copies.
 
         Raises:
             ValueError: a state of another shape than its parameter needs, a part of a state or
@@ -327,7 +328,14 @@ class StatefulOptimizer(torch.optim.Optimizer):
                         tuple(value.shape),
                     )
             states[key] = {name: _Hidden(value) for name, value in states[key].items()}
-        return {**state_dict, "state": states}
+        groups = state_dict["param_groups"]
+        if len(groups) == len(self.param_groups):  # else torch says so
+            groups = list(map(self._loaded_group, self.param_groups, groups))
+        return {**state_dict, "state": states, "param_groups": groups}
+
+    def _loaded_group(self, own: Options, saved: Options) -> Options:
+        """A group of a checkpoint, completed by the options of the one that it replaces."""
+        return {**{name: own[name] for name in self.defaults if name in own}, **saved}
 
     def __getstate__(self) -> dict[str, Any]:
         offloaded = self._flush_offloaded().values()

@@ -13,7 +13,7 @@ from torch.optim.adam import adam
 from fastemb.optim._base import Update
 from fastemb.optim._dense import DenseUpdate, run_fused, scalar_for
 from fastemb.optim._dense_adam import adam_in_one_pass, agrees
-from fastemb.optim._lazy_adam import AdamRows, LazyAdam
+from fastemb.optim._lazy_adam import AdamRows, LazyAdam, default_decay
 from fastemb.optim._options import Options
 from fastemb.optim._scaling import Scaling
 from fastemb.optim._states import ParamsT
@@ -144,7 +144,7 @@ class Adam(LazyAdam):
             "fused": fused,
             "decoupled_weight_decay": decoupled_weight_decay,
             "lazy": lazy,
-            "decay": decay or ("catch_up" if decoupled_weight_decay else "touched"),
+            "decay": decay or default_decay(decoupled_weight_decay),
             "row_bias_correction": row_bias_correction,
             "master": master,
             "rounding": rounding,
@@ -281,10 +281,9 @@ class AdamW(Adam):
             offload=offload,
         )
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:  # torch's AdamW of before 2.7 does not say so
-            group["decoupled_weight_decay"] = True
+    def _loaded_group(self, own: Options, saved: Options) -> Options:
+        # torch's AdamW of before 2.7 does not say so.
+        return super()._loaded_group(own, {**saved, "decoupled_weight_decay": True})
 
 
 class SparseAdam(AdamRows):
