@@ -117,6 +117,39 @@ def test_squares_do_not_overflow_nor_vanish() -> None:
     torch.testing.assert_close(p.grad, torch.full((2,), 0.5**0.5))
 
 
+@pytest.mark.parametrize("device_like", [False, True])
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("size", [1e200, 1e-200, 3e307, 5e-324])
+def test_powers_in_float64_do_not_overflow_nor_vanish(
+    monkeypatch: pytest.MonkeyPatch, size: float, foreach: bool | None, device_like: bool
+) -> None:
+    if device_like:
+        monkeypatch.setattr("fastemb.optim.clip.on_host", lambda _: False)
+    ours, other, empty = with_gradients(
+        torch.full((16,), size, dtype=torch.float64), torch.zeros(3), torch.zeros(0)
+    )
+    total = clip_grad_norm_([other, ours, empty], 1.0, foreach=foreach, error_if_nonfinite=True)
+    assert total.item() == pytest.approx(4 * size, rel=1e-12, abs=0)
+    want = 0.25 if size > 1 else size
+    assert ours.grad.tolist() == pytest.approx([want] * 16, rel=1e-12, abs=0)
+
+
+def test_high_powers() -> None:
+    (p,) = with_gradients(torch.full((2,), 1e38))
+    total = clip_grad_norm_([p], 1.0, 20.0)
+    assert total.item() == pytest.approx(1e38 * 2**0.05)
+    torch.testing.assert_close(p.grad, torch.full((2,), 2**-0.05))
+
+
+def test_norms_beyond_float32() -> None:
+    """Are returned as torch does, and it is what ``error_if_nonfinite`` refuses."""
+    (p,) = with_gradients(torch.full((4,), 3e38))
+    with pytest.raises(RuntimeError, match="non-finite"):
+        clip_grad_norm_([p], 1.0, error_if_nonfinite=True)
+    assert clip_grad_norm_([p], 1.0).item() == math.inf
+    torch.testing.assert_close(p.grad, torch.full((4,), 0.5))
+
+
 @pytest.mark.parametrize("foreach", [None, True, False])
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 def test_complex_gradients(norm_type: float, foreach: bool | None) -> None:
@@ -139,6 +172,13 @@ def test_aliased_gradients_are_scaled_once() -> None:
     assert norm.item() == pytest.approx(48**0.5)
     for grad in (a.grad._values(), b.grad._values(), c.grad, d.grad):
         torch.testing.assert_close(grad, torch.full(grad.shape, 2 / 48**0.5))
+
+
+def test_a_parameter_given_twice_counts_once() -> None:
+    p, q = with_gradients(torch.full((3,), 2.0), coo([0, 1], torch.tensor([[2.0], [3.0]]), 3))
+    assert clip_grad_norm_([p, q, p, q], 1.0).item() == 5.0
+    torch.testing.assert_close(p.grad, torch.full((3,), 0.4))
+    torch.testing.assert_close(q.grad._values(), torch.tensor([[0.4], [0.6]]))
 
 
 def test_gradients_that_overlap_themselves() -> None:

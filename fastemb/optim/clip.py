@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
@@ -17,6 +18,7 @@ __all__ = ["clip_grad_norm_"]
 
 _OP = "clip_grad_norm_"
 _PIECE = 1 << 15  # elements that are FP64 at a time on the CPU, within a core's cache
+_HIGHEST_POWER = 4.0  # of float32 values and their sums that FP64 has room for
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
@@ -32,9 +34,9 @@ def clip_grad_norm_(
 
     `torch.nn.utils.clip_grad_norm_` for dense and sparse (COO) gradients together. The norm of a
     sparse gradient is that of what it stands for: repeated rows are added up first, in FP32. Norms
-    are computed in FP64, so that squares do not overflow. Gradients that share their memory, as
-    those of two tables whose outputs were added, are scaled once. Does not wait for the device
-    unless ``error_if_nonfinite``.
+    are computed in FP64, and such that powers do not overflow there. A parameter that is given
+    twice counts once. Gradients that share their memory, as those of two tables whose outputs were
+    added, are scaled once. Does not wait for the device unless ``error_if_nonfinite``.
 
     Args:
         parameters: a tensor or an iterable of tensors whose ``.grad`` is clipped.
@@ -45,7 +47,8 @@ def clip_grad_norm_(
 
     Returns:
         The norm before clipping, [] on the device of the first gradient, float32 (float64 where a
-        gradient is or has its parts); 0 without gradients.
+        gradient is or has its parts); 0 without gradients. What clips is the FP64 norm, also where
+        float32 has only infinity for it.
 
     Raises:
         ValueError: ``norm_type`` is not > 0, ``max_norm`` not >= 0; a sparse gradient that is not
@@ -68,12 +71,10 @@ def clip_grad_norm_(
     values = [
         _summed(param, part or _grad(param)) for (param, _), part in zip(found, parts, strict=True)
     ]
-    device = values[0].device
-    # The largest of no values is an error in torch; here empty gradients just do not count.
-    norms = _norms([v for v in values if v.numel() > 0], norm_type, foreach)
-    norms = [torch.zeros((), dtype=torch.float64, device=device), *(n.to(device) for n in norms)]
-    total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    if error_if_nonfinite and not bool(torch.isfinite(total)):
+    total = _total(values, norm_type, foreach)
+    double = any(_widest(v) == v.dtype for v in values)
+    returned = total if double else total.float()
+    if error_if_nonfinite and not bool(torch.isfinite(returned)):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, "
             "so it cannot be clipped. To disable this error and scale the gradients by the "
@@ -85,8 +86,7 @@ def clip_grad_norm_(
     for (_, queue), part in zip(found, parts, strict=True):
         if queue is not None and part is not None:
             queue.put(replace(part, version=part.grad._version))
-    double = any(v.dtype in (torch.float64, torch.complex128) for v in values)
-    return total if double else total.float()
+    return returned
 
 
 def check_norm(op: str, max_norm: float, norm_type: float) -> tuple[float, float]:
@@ -102,7 +102,7 @@ def check_norm(op: str, max_norm: float, norm_type: float) -> tuple[float, float
 def _with_gradients(parameters: Iterable[Tensor]) -> list[tuple[Tensor, RowQueue | None]]:
     """Parameters that have a gradient, with the queue of those whose gradient waits; checked."""
     found = []
-    for param in parameters:
+    for param in {id(param): param for param in parameters}.values():
         queue = waiting(param)
         if queue is not None:
             check_alone(_OP, param, queue)
@@ -133,26 +133,55 @@ def _summed(param: Tensor, grad: Tensor | QueuedRows) -> Tensor:
     return values if order is None else values[order]
 
 
-def _norms(tensors: list[Tensor], norm_type: float, foreach: bool | None) -> list[Tensor]:
-    """FP64 norms that together have the norm of the tensors together."""
+def _total(values: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
+    """FP64 norm of the tensors together, on the device of the first."""
+    device = values[0].device
+
+    def total(norm_type: float, unit: Tensor | None) -> Tensor:
+        # The largest of no values is an error in torch; here empty gradients just do not count.
+        norms = _norms([v for v in values if v.numel() > 0], norm_type, foreach, unit)
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        return torch.linalg.vector_norm(
+            torch.stack([zero, *(n.to(device) for n in norms)]), norm_type
+        )
+
+    if norm_type <= _HIGHEST_POWER and all(_widest(v) != v.dtype for v in values):
+        return total(norm_type, None)
+    largest = total(math.inf, None)
+    if norm_type == math.inf:
+        return largest
+    unit = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
+    return total(norm_type, unit) * unit
+
+
+def _norms(
+    tensors: list[Tensor], norm_type: float, foreach: bool | None, unit: Tensor | None
+) -> list[Tensor]:
+    """FP64 norms that together have the norm of the tensors together, measured in ``unit``."""
     norms: list[Tensor] = []
     for members in _by_kind(tensors).values():
+        dtype = _widest(members[0])
         if on_host(members[0]):
-            norms += [_norm_in_pieces(member, norm_type) for member in members]
-        elif foreach is False:
-            dtype = _widest(members[0])
+            norms += [_norm_in_pieces(member, norm_type, unit) for member in members]
+            continue
+        if unit is not None:
+            members = [m.to(dtype) / unit.to(m.device) for m in members]
+        if foreach is False:
             norms += [torch.linalg.vector_norm(m, norm_type, dtype=dtype) for m in members]
         else:
-            norms += torch._foreach_norm(members, norm_type, dtype=_widest(members[0]))
+            norms += torch._foreach_norm(members, norm_type, dtype=dtype)
     return norms
 
 
-def _norm_in_pieces(tensor: Tensor, norm_type: float) -> Tensor:
+def _norm_in_pieces(tensor: Tensor, norm_type: float, unit: Tensor | None) -> Tensor:
     """FP64 norm; torch's kernel for the CPU would first make a copy of the whole in FP64."""
     values = flat(tensor) if is_dense(tensor) else tensor.reshape(-1)
-    pieces = values.split(_PIECE)
     dtype = _widest(tensor)
-    norms = [torch.linalg.vector_norm(p, norm_type, dtype=dtype) for p in pieces]
+    norms = []
+    for piece in values.split(_PIECE):
+        if unit is not None:
+            piece = piece.to(dtype) / unit.to(piece.device)
+        norms.append(torch.linalg.vector_norm(piece, norm_type, dtype=dtype))
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
