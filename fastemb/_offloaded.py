@@ -34,7 +34,8 @@ class RowState(NamedTuple):
         dtype: of its elements.
         width: elements per row.
         flat: whether it is a vector over the rows, not a matrix.
-        fill: its first value; None: that of the parameter, in FP32.
+        fill: its first value; None: that of the parameter, in FP32. Counters of steps, which are
+            the int32 states, begin at the steps so far: rows are taken to have been part of them.
     """
 
     name: str
@@ -42,6 +43,14 @@ class RowState(NamedTuple):
     width: int
     flat: bool
     fill: float | None
+
+    @property
+    def counts(self) -> bool:
+        return self.dtype == torch.int32
+
+    def first(self, steps: float) -> float | None:
+        """As ``fill``, after so many steps."""
+        return steps if self.counts else self.fill
 
 
 class OffloadedTable(Protocol):
@@ -63,33 +72,41 @@ class OffloadedTable(Protocol):
     @property
     def cache(self) -> Mapping[str, Tensor]: ...
 
-    def has_states_of_another(self, optimizer: object) -> bool:
-        """Whether the records hold what another optimizer, still there, has made steps with."""
+    def check_served(self, optimizer: object) -> None:
+        """Raise `RuntimeError` where another optimizer's states have taken the place of its own."""
 
-    def bind(self, optimizer: object, states: Sequence[RowState]) -> None:
-        """Make room for the states in the records; nothing happens where they have it.
+    def check_usable(self, optimizer: object, step: Tensor | None = None) -> None:
+        """The same where it cannot write the records, or those are not of its ``step``."""
+
+    def reserve(self, optimizer: object, states: Sequence[RowState]) -> None:
+        """Have room for the states before the first step; what is in use stays as it is."""
+
+    def restored(self, optimizer: object) -> dict[str, Tensor]:
+        """Views of the states that no optimizer has given, and their "step"; else nothing."""
+
+    def holds(self, states: Sequence[RowState], given: Mapping[str, Tensor]) -> bool:
+        """Whether the records have what `bind` would let them have."""
+
+    def bind(
+        self, optimizer: object, states: Sequence[RowState], given: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Let the records have the states, and no others. Where that fails all is as it was.
 
         Another optimizer that had its states there is not served any more.
 
-        Raises:
-            RuntimeError: that optimizer is this one.
+        Args:
+            given: the states by name, which may be views of the records; one that is missing
+                begins anew. "step" must be there.
+
+        Returns:
+            Views of the states in host memory, by name, as `RowState` describes them.
         """
 
-    def host_states(self) -> dict[str, Tensor]:
-        """Views of the states in host memory, by name, as `RowState` describes them."""
+    def begin_step(self, step: Tensor) -> None:
+        """From now on the states are those of the optimizer's ``step``."""
 
-    def take_states(self, given: Mapping[str, object]) -> None:
-        """Let the records have those of ``given`` that are no views of them: from before."""
-
-    def begin_anew(self) -> None:
-        """Where the states in the records were used, let them be as at first."""
-
-    @property
-    def steps(self) -> float:
-        """Steps that the states in the records have seen already."""
-
-    def stepped(self, part: QueuedRows, step: Tensor) -> None:
-        """The rows of a queued gradient were updated in the cache, in the optimizer's ``step``."""
+    def stepped(self, part: QueuedRows) -> None:
+        """The rows of a queued gradient were updated in the cache."""
 
     def row_order(self, slots: Tensor) -> Tensor:
         """Positions of ``slots`` [n] int64 in the order of their rows; those of -1 come last."""
@@ -97,12 +114,8 @@ class OffloadedTable(Protocol):
     def flush(self) -> None:
         """Bring the host table, and the states in it, up to date."""
 
-    def replaced(self, step: Tensor | None = None) -> None:
-        """The host table, or the states in it, was written in place: forget the cache.
-
-        Args:
-            step: that of the new states, None: it is as before.
-        """
+    def replaced(self) -> None:
+        """The host table was written in place: forget the cache."""
 
 
 # By id of the parameter. An entry goes when its parameter does.

@@ -406,6 +406,19 @@ def test_a_table_with_other_fields(tmp_path: Path, in_file: bool) -> None:
     new.close()
 
 
+def test_fields_in_another_dtype_and_fields_anew() -> None:
+    old = create()
+    weight, exp_avg, _ = LAYOUT.fields
+    layout = RecordLayout(
+        (weight, Field(exp_avg.name, torch.bfloat16, 5), Field("row_count", torch.float32, 2, 0.5))
+    )
+    want = old.fields["exp_avg"].bfloat16()
+    new = old.rebuilt(layout, anew=("row_count",))
+    assert new.verify() == []
+    assert torch.equal(new.fields["exp_avg"], want)
+    assert (new.fields["row_count"] == 0.5).all()
+
+
 def test_a_file_that_is_dirty_stays_dirty(tmp_path: Path) -> None:
     path = tmp_path / "t.emb"
     table = create(path)
@@ -438,7 +451,11 @@ def test_a_table_that_cannot_be_rebuilt_stays_as_it_was(tmp_path: Path, in_file:
     wide = Field("weight", torch.float16, 6)
     for fields, text in (
         ([wide, exp_avg], "'weight' is torch.float16 of width 5, .* torch.float16 of width 6"),
-        ([weight, Field("exp_avg", torch.float64, 5)], "'exp_avg' is torch.float32"),
+        (
+            [Field("weight", torch.bfloat16, 5), exp_avg],
+            "'weight' is torch.float16 .* torch.bfloat16",
+        ),
+        ([weight, Field("exp_avg", torch.float32, 6)], "'exp_avg' is torch.float32 of width 5"),
         ([weight, Field("sum", torch.float32, 1, None)], "'sum' begins as the weight, .*5, got 1"),
     ):
         with pytest.raises(ValueError, match=text):

@@ -22,7 +22,7 @@ from offload_cases import limits
 from offload_faults import CASE, RECORD_BYTES, STAGING_BYTES, Copy, Flip, LateLanes, Pair
 from optim_cases import bits
 
-from fastemb.offload import OffloadEngine, _prefetch, _stored, _table, _transfers, engine
+from fastemb.offload import OffloadEngine, _prefetch, _stored, _table, _trained, _transfers, engine
 from fastemb.offload._lanes import Event, Lane
 from fastemb.offload._table import Table
 from fastemb.offload._transfers import Transfers
@@ -341,7 +341,7 @@ RECEIVERS = {
 
 def test_all_waits_of_the_training_loop_are_here() -> None:
     found = set()
-    for module in (_stored, _table, _prefetch, engine):
+    for module in (_stored, _trained, _table, _prefetch, engine):
         for function in ast.walk(ast.parse(inspect.getsource(module))):
             if not isinstance(function, ast.FunctionDef):
                 continue

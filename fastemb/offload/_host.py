@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -295,27 +295,32 @@ class HostTable:
         self.step = step
         self._save(clean=True)
 
-    def rebuilt(self, layout: RecordLayout, *, pin: bool | None = None) -> HostTable:
+    def rebuilt(
+        self, layout: RecordLayout, *, anew: Collection[str] = (), pin: bool | None = None
+    ) -> HostTable:
         """The table with other fields, for an optimizer that adds its state; closes this one.
 
-        Fields of both layouts keep their values; others begin as their `Field.fill` says. Versions
-        stay. A file is written beside the old one, which it then replaces, in the same state:
-        clean or not, at the same step. RAM is needed for both tables.
+        Fields of both layouts keep their values, in another dtype if need be; others begin as their
+        `Field.fill` says. Versions stay. A file is written beside the old one, which it then
+        replaces, in the same state: clean or not, at the same step. RAM is needed for both tables.
 
         Args:
             layout: of the new table.
+            anew: fields of both that do not keep their values.
             pin: as in `create`; None: as this one is.
 
         Raises:
-            ValueError: a field has another dtype or width than before.
+            ValueError: a field that keeps its values has another width than before, or is the
+                weight and has another dtype.
             IntegrityError: a record is wrong; this table stays open, as it was.
             OSError: no memory, no space on the disk, ...
         """
         self._require_open()
-        was = {field.name: field for field in self.layout.fields}
+        was = {field.name: field for field in self.layout.fields if field.name not in anew}
         for field in layout.fields:
             old = was.get(field.name, field)
-            if (old.dtype, old.width) != (field.dtype, field.width):
+            same_dtype = old.dtype == field.dtype or field.name != "weight"
+            if not same_dtype or old.width != field.width:
                 raise ValueError(
                     f"table {self.name!r}: field {field.name!r} is {old.dtype} of width "
                     f"{old.width}, which cannot become {field.dtype} of width {field.width}"
@@ -328,7 +333,7 @@ class HostTable:
             new = HostTable._of_file(TableFile.create(self._file.path, header, replace=True), 0)
         try:
             for chunk in self._chunks(None):
-                self._copy_chunk(new, chunk)
+                self._copy_chunk(new, chunk, was.keys())
             new.step, new.optimizer_step = self.step, self.optimizer_step
             new._save(clean=self._file is not None and self._file.header.clean)
         except BaseException:
@@ -426,7 +431,7 @@ class HostTable:
         if self._file is not None:
             self._file.flush(clean=clean, step=self.step, optimizer_step=self.optimizer_step)
 
-    def _copy_chunk(self, new: HostTable, chunk: Tensor) -> None:
+    def _copy_chunk(self, new: HostTable, chunk: Tensor, kept: Collection[str]) -> None:
         versions = self.expected(chunk)
         wrong = chunk[self._wrong(self.records, chunk, chunk, versions)].tolist()
         if wrong:
@@ -434,20 +439,25 @@ class HostTable:
             raise IntegrityError(self.name, wrong, self.step, self.place, what)
         begin, end = int(chunk[0]), int(chunk[-1]) + 1
         views = {name: field[begin:end] for name, field in new.fields.items()}
-        for name in views.keys() & self.fields.keys():
+        for name in views.keys() & kept:
             views[name].copy_(self.fields[name][begin:end])
-        fill(views, (field for field in new.layout.fields if field.name not in self.fields))
+        fill(views, (field for field in new.layout.fields if field.name not in kept))
         new._seal(chunk, versions)
 
 
-def fill(views: Mapping[str, Tensor], fields: Iterable[Field]) -> None:
+def fill(views: Mapping[str, Tensor], fields: Iterable[Field]) -> dict[str, float | None]:
     """Write what ``fields`` of new rows are at first into ``views``, after their weight is there.
+
+    Returns:
+        By name, as `Field.fill` says.
 
     Raises:
         ValueError: a field that begins as the weight has another width.
     """
+    filled = {}
     for field in fields:
         target = views[field.name]
+        filled[field.name] = field.fill
         if field.fill is not None:
             target.fill_(field.fill)
         elif target.shape == views["weight"].shape:
@@ -457,3 +467,4 @@ def fill(views: Mapping[str, Tensor], fields: Iterable[Field]) -> None:
                 f"field {field.name!r} begins as the weight, so its width must be "
                 f"{views['weight'].shape[1]}, got {field.width}"
             )
+    return filled

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from fastemb import _offloaded
 from fastemb._memory import advise_huge_pages
 from fastemb._offloaded import RowState
-from fastemb._row_queue import QueuedRows, drop
+from fastemb._row_queue import drop
 from fastemb.nn._table import keep_full_gradients
 from fastemb.offload._held import HeldRows, Pins
 from fastemb.offload._host import HostTable, fill
@@ -44,9 +45,7 @@ def alone(method: _Method) -> _Method:
 
 
 class StoredTable:
-    """What of a table does not depend on batches.
-
-    See `fastemb._offloaded.OffloadedTable` for what optimizers use.
+    """What of a table does not depend on batches, nor on optimizers.
 
     Attributes:
         name: in messages, and of the file.
@@ -101,6 +100,10 @@ class StoredTable:
         self._retired: weakref.WeakSet[object] = weakref.WeakSet()  # those before it
         self._step: Tensor | None = None
         self._resumed_at: float | None = None  # the step of weights that are those of a file
+        # The step of states that a file or `load` has given, until an optimizer has made another.
+        self._restored: float | None = None
+        # States that every record has as they are at first, with what that is.
+        self._fresh: dict[str, float | None] = {}
         self._version = weight._version
         self._opened = False
         self._sealed = False
@@ -128,9 +131,10 @@ class StoredTable:
         rows, dim = self.weight.shape
         return rows, dim
 
-    def layout(self) -> RecordLayout:
+    def layout(self, steps: float) -> RecordLayout:
+        """Of the records, where new states are filled as after so many steps."""
         weight = Field("weight", self.weight.dtype, self.shape[1])
-        states = (Field(s.name, s.dtype, s.width, s.fill) for s in self._states)
+        states = (Field(s.name, s.dtype, s.width, s.first(steps)) for s in self._states)
         return RecordLayout((weight, *states))
 
     def take(self, host: HostTable, sealed: bool, dtype: torch.dtype) -> None:
@@ -148,6 +152,8 @@ class StoredTable:
         self._states = _row_states(host.layout)
         if self._states:
             self._resumed_at = host.optimizer_step
+        if host.optimizer_step:
+            self._restored = host.optimizer_step
 
     @alone
     @torch.no_grad()
@@ -165,8 +171,13 @@ class StoredTable:
 
     def _open(self) -> None:
         path = self.engine._path(self.name)
-        if not hasattr(self, "host"):
-            layout = self.layout()
+        there: set[str] = set()  # states that the records have already
+        if hasattr(self, "host"):
+            layout = self.layout(self.host.optimizer_step)
+            if self._restored is not None:
+                there = self.host.fields.keys() & {state.name for state in self._states}
+        else:
+            layout = self.layout(0.0)
             self.host = HostTable.create(
                 *(self.name, self.shape[0], layout),
                 seed=self._seed,
@@ -174,12 +185,14 @@ class StoredTable:
                 pin=path is None and self.device.type == "cuda",
             )
             self.host.fields["weight"].copy_(self.weight.detach())
-            fill(self.host.fields, layout.fields[1:])
+            self._fresh = fill(self.host.fields, layout.fields[1:])
         if not self._sealed:
             self.host.seal()
             self.host.flush(self.engine.step)
-        if _signature(self._states) != _signature(_row_states(self.host.layout)):
-            self.host = self.host.rebuilt(self.layout())
+        if layout != self.host.layout:
+            anew = {state.name for state in self._states} - there
+            self.host = self.host.rebuilt(layout, anew=anew)
+            self._fresh = {f.name: f.fill for f in layout.fields if f.name in anew}
         self._point_weight()
         self._open_cache()
 
@@ -197,8 +210,9 @@ class StoredTable:
         weight.data = self._own(weight.detach())
         optimizer = None if self._optimizer is None else self._optimizer()
         states = getattr(optimizer, "state", {}).get(weight, {})
-        for name in states.keys() & {state.name for state in self._states}:
-            states[name] = self._own(states[name])
+        for name, value in states.items():
+            if isinstance(value, Tensor) and value.dim():  # not the step
+                states[name] = self._own(value)
         self._given_back = True
         self.engine.forget(self)
 
@@ -229,93 +243,56 @@ class StoredTable:
     def _cache_of(self, layout: RecordLayout) -> dict[str, Tensor]:
         """Arrays for its fields: those that there are, and new ones."""
         arrays = layout.slots(self.num_slots, self.device)
-        cache = {name: self.cache.get(name, array) for name, array in arrays.items()}
+        cache = {}
+        for name, array in arrays.items():
+            old = self.cache.get(name, array)
+            cache[name] = old if (old.dtype, old.shape) == (array.dtype, array.shape) else array
         for array in cache.values():
             advise_huge_pages(array)
             self.engine.transfers.share(array)
         return cache
 
-    # ---- for optimizers ----
+    # ---- states ----
 
-    @alone
-    def bind(self, optimizer: object, states: Sequence[RowState]) -> None:
-        if self._closed:
-            raise RuntimeError(f"table {self.name!r} is closed, as its OffloadEngine is")
-        if optimizer in self._retired:
-            raise RuntimeError(
-                f"table {self.name!r}: another optimizer has trained it since, and its states "
-                f"have begun anew; this {type(optimizer).__name__} can no longer train it"
-            )
-        if self._opened:
-            self.settle()  # a step must see what was written since the lookup
-        self._check_resumed()
-        owner, wanted = self._owner(), tuple(states)
-        if owner is optimizer and wanted == self._states:
-            return
-        taken = self.has_states_of_another(optimizer)
-        if not self._opened:
-            self._states = wanted
-        else:
-            if owner is not optimizer or _signature(wanted) != _signature(self._states):
-                self.flush()
-            self._make_room(wanted)
-            if owner is not optimizer and self._step is not None:
-                self._begin_states()
-        if taken:
-            self._retired.add(owner)
-        self._optimizer = weakref.ref(optimizer)
+    def _make_room(self, states: tuple[RowState, ...], kept: set[str], steps: float) -> bool:
+        """Have the records hold ``states``. Where that fails all is as it was.
 
-    def _check_resumed(self) -> None:
-        at = self._resumed_at
-        if at is not None and self._step is not None and float(self._step) != at:
-            raise RuntimeError(
-                f"table {self.name!r}: its weights are from a file of step {at:g}, "
-                f"its states from a checkpoint of step {float(self._step):g}; load the weights of "
-                "that checkpoint as well, or only the states that the file lacks"
-            )
+        Args:
+            kept: names of states that keep their values, the others begin anew.
+            steps: made with them.
 
-    def has_states_of_another(self, optimizer: object) -> bool:
-        return self._step is not None and self._owner() not in (None, optimizer)
-
-    def _owner(self) -> object | None:
-        return None if self._optimizer is None else self._optimizer()
-
-    @alone
-    def begin_anew(self) -> None:
-        if self._step is not None:
-            self.flush()
-            self._begin_states()
-
-    def _make_room(self, states: tuple[RowState, ...]) -> None:
-        """Have the records hold ``states``. Where that fails all is as it was."""
-        before, self._states = self._states, states
-        if _signature(states) == _signature(before):
-            return
+        Returns:
+            Whether the records had to be made anew; else nothing is filled.
+        """
+        before, at = self._states, self.host.optimizer_step
+        self._states = states
+        layout = self.layout(steps)
+        if layout == self.host.layout:
+            self.host.layout = layout
+            return False
+        anew = {state.name for state in states} - kept
         try:
-            layout = self.layout()
             cache = self._cache_of(layout)
-            self.host = self.host.rebuilt(layout)
+            self.host.optimizer_step = steps  # in the file, which is clean, too
+            self.host = self.host.rebuilt(layout, anew=anew)
         except BaseException:
-            self._states = before
+            self._states, self.host.optimizer_step = before, at
             raise
+        self._fresh = {
+            f.name: f.fill if f.name in anew else self._fresh[f.name]
+            for f in layout.fields[1:]
+            if f.name in anew or f.name in self._fresh
+        }
         self.cache = cache
         self._point_weight()
         self.engine.transfers.make_room(self.host.layout.record_bytes)
         self._refetch()
         self._refetched()
+        return True
 
-    @torch.no_grad()
-    def _begin_states(self) -> None:
-        """Those in the records are of an optimizer, or a state of it, that is gone."""
-        self._step = None
-        self.host.optimizer_step = 0.0
-        self.host.layout = self.layout()
-        self.load({"weight": self.host.fields["weight"]})
-
-    @property
-    def steps(self) -> float:
-        """That the states in the records have seen, as far as a file tells."""
-        return self.host.optimizer_step if self._opened else 0.0
+    def weight_has_changed(self) -> None:
+        """Copies of it are no longer what they would be made of it."""
+        self._fresh = {name: value for name, value in self._fresh.items() if value is not None}
 
     @property
     def optimizer_step(self) -> float:
@@ -326,41 +303,6 @@ class StoredTable:
         self.host.optimizer_step = step
         if self._step is not None:
             self._step.fill_(step)  # the one in the state of the optimizer
-
-    def host_states(self) -> dict[str, Tensor]:
-        self.open()
-        fields = self.host.fields
-        return {s.name: fields[s.name][:, 0] if s.flat else fields[s.name] for s in self._states}
-
-    @alone
-    @torch.no_grad()
-    def take_states(self, given: Mapping[str, object]) -> None:
-        views = self.host_states()
-        new = {
-            name: value
-            for name, value in given.items()
-            if name in views
-            and isinstance(value, Tensor)
-            and value.data_ptr() != views[name].data_ptr()
-        }
-        if new:
-            self.flush()
-            for name, value in new.items():
-                views[name].copy_(value)
-            self.replaced()
-
-    @alone
-    def stepped(self, part: QueuedRows, step: Tensor) -> None:
-        self._step = step
-        self._resumed_at = None
-        for held in part.keeps:
-            assert isinstance(held, HeldRows)
-            self.slots.mark_dirty(held.slots)
-
-    def row_order(self, slots: Tensor) -> Tensor:
-        slots = slots.cpu()
-        rows = torch.where(slots < 0, self.shape[0], self.slots.row_of[slots.clamp(min=0)])
-        return rows.argsort(stable=True).to(self.device)
 
     # ---- host and cache ----
 
@@ -409,18 +351,22 @@ class StoredTable:
 
     @alone
     @torch.no_grad()
-    def replaced(self, step: Tensor | None = None) -> None:
-        # Nothing is under way: whoever wrote them has flushed before, or drained the lanes, and
-        # only the training loop begins transfers.
+    def replaced(self) -> None:
         with uninterrupted:
-            self.host.seal()
-            self._refetch()
-            self._version = self.weight._version
-            if step is None:
-                self._resumed_at = None
-            else:
-                self._step = step
+            self._reseal()
+            self._resumed_at = None
+            self.weight_has_changed()
         self._refetched()
+
+    def _reseal(self) -> None:
+        """Take what is in the records, and bring it to the cache; `_refetched` waits for it.
+
+        Nothing is under way: whoever wrote them has flushed before, or drained the lanes, and only
+        the training loop begins transfers.
+        """
+        self.host.seal()
+        self._refetch()
+        self._version = self.weight._version
 
     def loadable(self, given: object) -> dict[str, Tensor]:
         """What `load` takes, of what was given for this table.
@@ -458,6 +404,7 @@ class StoredTable:
         values = {name: value for name, value in values.items() if name != "step"}
         if step is not None or len(values) == 1:
             self.set_optimizer_step(0.0 if step is None else float(step))
+        missing = [f for f in self.layout(self.optimizer_step).fields if f.name not in values]
         self.spoiled = []
         self.collected = self.stored = self.delivered = None  # over, and maybe failed
         if self.slots.torn:  # by an interrupt
@@ -465,8 +412,10 @@ class StoredTable:
         self.host.mark_dirty()
         for name, value in values.items():
             self.host.fields[name].copy_(value)
-        fill(self.host.fields, (f for f in self.host.layout.fields if f.name not in values))
+        fresh = fill(self.host.fields, missing)
         self.replaced()
+        self._fresh = fresh
+        self._restored = self.optimizer_step if step is not None or len(values) > 1 else None
 
     def _forget_cache(self) -> None:
         """Begin with an empty one; what lookups still hold is worth nothing."""
@@ -478,10 +427,18 @@ class StoredTable:
     @alone
     @torch.no_grad()
     def reset(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Write the records of some rows, which may be those that a transfer has found wrong."""
+        """Write the records of some rows, which may be those that a transfer has found wrong.
+
+        A row that is not given its counters has missed no step; moments that begin anew have not
+        seen any.
+        """
         self.engine.drain(raising=False)
         self.delivered = None  # over, and maybe failed
         self.engine.check()
+        fields = self.layout(self.optimizer_step).fields
+        if not any(s.name in values for s in self._states if s.fill is not None and not s.counts):
+            fields = tuple(replace(f, fill=0.0) if f.name == "row_count" else f for f in fields)
+        self.host.layout = RecordLayout(fields)
         with uninterrupted:
             self.host.reset(rows, values)
             slots = self.slots.slot_of[rows].long()
@@ -592,6 +549,7 @@ class StoredTable:
                 self._fetch(rows[there], slots[there])
             self.engine.wait(self.delivered)
             self._resumed_at = None
+            self.weight_has_changed()
         self._version = self.weight._version
 
     def _fetch(self, rows: Tensor, slots: Tensor, stored: Event | None = None) -> None:
@@ -601,7 +559,7 @@ class StoredTable:
 
     def register(self) -> None:
         self._key = id(self.weight)
-        _offloaded.TABLES[self._key] = self
+        _offloaded.TABLES[self._key] = cast(_offloaded.OffloadedTable, self)  # which a `Table` is
         weakref.finalize(self.weight, _offloaded.TABLES.pop, self._key, None)
 
     def unregister(self) -> None:
@@ -625,12 +583,12 @@ def require_weight(host: HostTable, dtype: torch.dtype, shape: tuple[int, int]) 
 
 
 def _row_states(layout: RecordLayout) -> tuple[RowState, ...]:
-    """The states in records; what a file does not say of them, `Table.bind` will."""
+    """The states in records; what a file does not say of them, `TrainedTable.bind` will."""
     return tuple(
         RowState(f.name, f.dtype, f.width, f.dtype == torch.int32, f.fill)
         for f in layout.fields[1:]
     )
 
 
-def _signature(states: Sequence[RowState]) -> list[tuple[str, torch.dtype, int]]:
+def signature(states: Sequence[RowState]) -> list[tuple[str, torch.dtype, int]]:
     return [(state.name, state.dtype, state.width) for state in states]

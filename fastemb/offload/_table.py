@@ -11,7 +11,8 @@ from fastemb import _reference
 from fastemb.offload._held import HeldRows
 from fastemb.offload._interrupts import uninterrupted
 from fastemb.offload._slots import CacheTooSmallError
-from fastemb.offload._stored import StoredTable, alone
+from fastemb.offload._stored import alone
+from fastemb.offload._trained import TrainedTable
 from fastemb.offload._transfers import Failure
 
 _ops = torch.ops.fastemb
@@ -31,7 +32,7 @@ class Lookup(NamedTuple):
     held: HeldRows
 
 
-class Table(StoredTable):
+class Table(TrainedTable):
     """One offloaded table."""
 
     def distinct(self, op: str, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,3 +183,4 @@ class Table(StoredTable):
     def touched(self, lookup: Lookup) -> None:
         """The rows of a lookup have been changed in the cache, by ``max_norm``."""
         self.slots.mark_dirty(lookup.held.slots)
+        self.weight_has_changed()

@@ -127,10 +127,12 @@ class OffloadedModule(TableModule):
     ) -> None:
         self._table.open()
         self._table.flush()  # the states of the rows stay what they are
+        before = self._parameter()._version
         # The weight stays the host table, so values are copied into it also with assign=True.
         metadata = {**local_metadata, "assign_to_params_buffers": False}
         super()._load_from_state_dict(state_dict, prefix, metadata, *args)
-        self._table.replaced()
+        if self._parameter()._version != before:  # the rest of the model may be loaded alone
+            self._table.replaced()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         self._own_weight()

@@ -109,12 +109,12 @@ class RowOptimizer(StatefulOptimizer):
 
     def _prepare(self, param: Tensor, group: Options, state: State, *, sparse: bool) -> None:
         """Add to ``state`` what a step of the row operator needs; drop what it would not keep."""
-        self._add_step(param, state)
+        self._add_step(param, group, state)
         self._add_moments(param, group, state)
 
     def _prepare_dense(self, param: Tensor, group: Options, state: State) -> None:
         """Add to ``state`` what a step of torch's kernels needs."""
-        self._add_step(param, state)
+        self._add_step(param, group, state)
         self._add_moments(param, group, state)
 
     def _row_step(self, group: Options, call: RowCall) -> None:
@@ -175,7 +175,11 @@ class RowOptimizer(StatefulOptimizer):
         return loss
 
     def _check_gradients(self) -> None:
-        """Refuse gradients that cannot be applied, before any is."""
+        """Refuse gradients that cannot be applied, before any is.
+
+        Then have the records of offloaded tables hold what the step needs.
+        """
+        tables = []
         for group in self.param_groups:
             for param in group["params"]:
                 queue = _row_queue.waiting(param)
@@ -191,14 +195,22 @@ class RowOptimizer(StatefulOptimizer):
                         check_sparse(type(self).__name__, param.grad)
                 sparse = sparse and group.get("decay") != "all"  # which makes it dense
                 state = self.state.get(param, {})
-                if id(param) not in _offloaded.TABLES:
-                    self._check_shapes(param, queue, state)
+                table = _offloaded.TABLES.get(id(param))
+                self._check_shapes(param, queue if table is None else None, state)
                 if sparse or not self._goes_through_torch(group, param, state):
                     self._check_row_update(group, param, sparse)
-                self._bind_offloaded(group, param, state)
+                if table is not None:
+                    self._check_offloaded(table, param, group)
+                    table.check_usable(self, state.get("step"))
+                    tables.append((table, param, group))
+        self._bind_offloaded(tables)
 
     def _check_shapes(self, param: Tensor, queue: RowQueue | None, state: State) -> None:
-        """Refuse a parameter whose ``.data`` was replaced by another shape; no kernel would."""
+        """Refuse a parameter whose ``.data`` was replaced by another shape; no kernel would.
+
+        Args:
+            queue: None also for an offloaded table, whose lookups are of slots.
+        """
         shape = tuple(param.shape)
         grads = [] if param.grad is None else [tuple(param.grad.shape)]
         if queue is not None:
@@ -223,24 +235,20 @@ class RowOptimizer(StatefulOptimizer):
         group = self.param_groups[-1]
         try:
             for param in group["params"]:
-                self._bind_offloaded(group, param, self.state.get(param, {}), take_over=False)
+                table = _offloaded.TABLES.get(id(param))
+                if table is not None:
+                    self._check_offloaded(table, param, group)
+                    table.reserve(self, self._row_states(param, group))
         except BaseException:
             self.param_groups.pop()
             raise
 
     add_param_group.__doc__ = StatefulOptimizer.add_param_group.__doc__
 
-    def _bind_offloaded(
-        self, group: Options, param: Tensor, state: State, *, take_over: bool = True
+    def _check_offloaded(
+        self, table: _offloaded.OffloadedTable, param: Tensor, group: Options
     ) -> None:
-        """Have the records of an offloaded table hold what its steps need.
-
-        Args:
-            take_over: also from another optimizer that has made steps with them.
-        """
-        table = _offloaded.TABLES.get(id(param))
-        if table is None:
-            return
+        """Refuse options and gradients that a table whose rows are elsewhere cannot have."""
         for option, value in (("rounding", "stochastic"), ("decay", "all"), ("lazy", "exact")):
             if group.get(option) == value:
                 raise self._error(
@@ -254,16 +262,27 @@ class RowOptimizer(StatefulOptimizer):
                 ".grad (of something else than its lookups, say a penalty on it), which cannot be "
                 "applied; call zero_grad()"
             )
-        if not take_over and table.has_states_of_another(self):
-            return
-        wanted = self._row_states(param, group, state)
-        table.bind(self, wanted)
-        if "step" not in state:
-            table.begin_anew()
-        if any(row_state.name in state for row_state in wanted):
-            table.take_states(state)
-        if "step" in state:
+
+    def _bind_offloaded(
+        self, tables: Sequence[tuple[_offloaded.OffloadedTable, Tensor, Options]]
+    ) -> None:
+        """Have the records hold what the step needs, and the states show them."""
+        bound = []
+        for table, param, group in tables:
+            state = dict(self._state_of(table, param, group))
+            wanted = self._row_states(param, group)
+            for name in {"master", *ROW_COUNTERS}.difference(s.name for s in wanted):
+                state.pop(name, None)  # not kept up from here on
+            self._add_step(param, group, state)
             state["step"] = state["step"].to(table.device)
+            bound.append((table, param, wanted, state))
+        for table, _, wanted, state in bound:
+            if not table.holds(wanted, state):
+                table.flush()  # may refuse, while nothing is changed
+        for table, param, wanted, state in bound:
+            state |= table.bind(self, wanted, state)
+            self.state[param].clear()
+            self.state[param].update(state)
 
     def _check_queue(self, param: Tensor, queue: RowQueue) -> None:
         op = type(self).__name__
@@ -318,8 +337,7 @@ class RowOptimizer(StatefulOptimizer):
             sparse = update.sparse
             table = _offloaded.TABLES.get(id(param))
             if table is not None:
-                self._add_step(param, state, table.steps)
-                state.update(table.host_states())
+                table.begin_step(state["step"])
                 rows.append(update)
             elif sparse or not self._goes_through_torch(group, place, state):
                 self._prepare(place, group, state, sparse=sparse)
@@ -451,7 +469,7 @@ class RowOptimizer(StatefulOptimizer):
         if table is not None:
             assert queued is not None
             torch.autograd.graph.increment_version(table.leaf)
-            table.stepped(queued, state["step"])
+            table.stepped(queued)
         elif work.data_ptr() != param.data_ptr():
             param.copy_(work)
         else:

@@ -13,7 +13,7 @@ from torch._compile import _disable_dynamo
 
 from fastemb import _offloaded
 from fastemb._memory import advise_huge_pages
-from fastemb._offloaded import RowState, device_of
+from fastemb._offloaded import RowState
 from fastemb._reference import accumulation_dtype
 from fastemb._row_queue import drop
 from fastemb.optim._options import Options, check_options, option_error, require_number
@@ -184,7 +184,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """Those of `ROW_COUNTERS` that a sparse step with these options keeps."""
         return ()
 
-    def _row_states(self, param: Tensor, group: Options, state: State) -> list[RowState]:
+    def _row_states(self, param: Tensor, group: Options) -> list[RowState]:
         """What the records of an offloaded table have to hold for a step."""
         states = []
         for name, fill in self._moments(group).items():
@@ -196,24 +196,30 @@ class StatefulOptimizer(torch.optim.Optimizer):
         if has_master(param, group):
             states.append(RowState("master", torch.float32, param.shape[1], False, None))
         for name in self._counters(param, group):
-            new = "step" in state and name not in state  # else the device is not to be waited for
-            steps = float(state["step"]) if new else 0.0
-            states.append(RowState(name, torch.int32, 1, True, steps))
+            states.append(RowState(name, torch.int32, 1, True, 0.0))
         return states
 
     def _device_of(self, param: Tensor) -> torch.device:
-        """Where the states of a parameter are."""
-        return device_of(param) if self._offload is None else self._offload.device_of(param)
+        """Where the states of a parameter are; those of an offloaded table are beside its rows."""
+        if self._offload is None or id(param) in _offloaded.TABLES:
+            return param.device
+        return self._offload.device_of(param)
 
     def _step_device_of(self, param: Tensor) -> torch.device:
         """Where its step count is: torch's optimizers read that of a parameter on "meta"."""
-        device = self._device_of(param)
+        table = _offloaded.TABLES.get(id(param))
+        device = self._device_of(param) if table is None else table.device
         return torch.device("cpu") if device.type == "meta" else device
 
-    def _add_step(self, param: Tensor, state: State, first: float = 0.0) -> None:
+    def _steps_of(self, state: State) -> float:
+        """That were made with a state which does not count them."""
+        return 0.0
+
+    def _add_step(self, param: Tensor, group: Options, state: State) -> None:
         if "step" not in state:
             device = self._step_device_of(param)
-            state["step"] = torch.full((), first, dtype=torch.float32, device=device)
+            steps = self._steps_of(state)
+            state["step"] = torch.full((), steps, dtype=torch.float32, device=device)
 
     def _add_moments(self, param: Tensor, group: Options, state: State) -> None:
         dtype = self._moment_dtype(param, group)
@@ -257,23 +263,55 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     @_disable_dynamo
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; states of offloaded tables are brought up to date, and copied."""
-        offloaded = self._flush_offloaded()
+        """As torch's; states of offloaded tables are brought up to date, and copied.
+
+        Raises:
+            RuntimeError: another optimizer has taken over an offloaded table.
+            IntegrityError: records of one are wrong.
+        """
+        offloaded = self._offloaded_states()
         state_dict = super().state_dict()
-        for index in offloaded.keys() & state_dict["state"].keys():
-            state_dict["state"][index] = _copied(state_dict["state"][index])
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        for index, param in enumerate(params):
+            if param in offloaded:
+                state_dict["state"][index] = offloaded.pop(param)
         return state_dict
 
-    def _flush_offloaded(self) -> dict[int, Tensor]:
-        """Bring offloaded tables up to date; their parameters by position over all groups."""
-        params = chain.from_iterable(group["params"] for group in self.param_groups)
+    def _offloaded_states(self) -> dict[Tensor, State]:
+        """Copies of the states of offloaded tables, which are brought up to date."""
         offloaded = {}
-        for index, param in enumerate(params):
-            table = _offloaded.TABLES.get(id(param))
-            if table is not None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                table = _offloaded.TABLES.get(id(param))
+                if table is None or param in offloaded:
+                    continue
+                table.check_served(self)
                 table.flush()
-                offloaded[index] = param
+                state = self._state_of(table, param, group)
+                if state:
+                    offloaded[param] = _copied(state)
         return offloaded
+
+    def _state_of(self, table: _offloaded.OffloadedTable, param: Tensor, group: Options) -> State:
+        """The state of an offloaded table; before the first step what the table came with.
+
+        That is of a file or of `OffloadEngine.load_state_dict`, and of no use where an optimizer of
+        another kind has made it.
+        """
+        if self.state.get(param):
+            return self.state[param]
+        state = table.restored(self)
+        moments = state.keys() - {"step", "master", *ROW_COUNTERS}
+        if moments.isdisjoint(self._moment_names) if moments else self._moments(group):
+            return {}
+        for name, value in state.items():
+            shape = self._state_shape(param, name)
+            if shape is None:  # the step, or somebody else's
+                continue
+            if value.numel() != shape.numel():
+                return {}
+            state[name] = value.view(shape)
+        return state
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -287,11 +325,13 @@ class StatefulOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: a state of another shape than its parameter needs, a part of a state or
                 that of another kind of optimizer, or other groups; nothing is changed then.
-            IntegrityError: records of an offloaded table are wrong; nothing is changed then.
+            RuntimeError: another optimizer has taken over an offloaded table.
+            IntegrityError: records of one are wrong; nothing is changed then.
         """
         for param in chain.from_iterable(group["params"] for group in self.param_groups):
             table = _offloaded.TABLES.get(id(param))
             if table is not None:
+                table.check_usable(self)
                 table.flush()
         # After the hooks of the user; __setstate__ comes before those that run after loading.
         handle = self.register_load_state_dict_pre_hook(lambda _, loaded: self._hide(loaded))
@@ -338,11 +378,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
         return {**{name: own[name] for name in self.defaults if name in own}, **saved}
 
     def __getstate__(self) -> dict[str, Any]:
-        offloaded = self._flush_offloaded().values()
+        offloaded = self._offloaded_states()
         state = super().__getstate__()
         if offloaded:  # a copy has states of its own, as its parameters are others
-            copies = {p: _copied(self.state[p]) for p in offloaded if p in self.state}
-            state = {**state, "state": defaultdict(dict, {**self.state, **copies})}
+            state = {**state, "state": defaultdict(dict, {**self.state, **offloaded})}
         return state if self._offload is None else {**state, "_offload": self._offload.config}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -395,26 +434,19 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def _loaded_records(
         self, table: _offloaded.OffloadedTable, param: Tensor, group: Options, state: State
     ) -> State:
-        """The same for an offloaded table, whose records take what they have room for."""
-        values = {
-            name: value.value if isinstance(value, _Hidden) else value
-            for name, value in state.items()
-        }
-        result: State = {}
-        if "step" in values:
-            step = torch.as_tensor(values["step"], dtype=torch.float32)
-            result["step"] = step.detach().to(table.device, copy=True)
-        table.bind(self, self._row_states(param, group, result))
-        table.flush()
-        views = table.host_states()
-        for name, view in views.items():
-            value = values.get(name)
-            if isinstance(value, Tensor):
-                view.copy_(value)
-            elif name == "master":
-                view.copy_(param.detach())
-        table.replaced(result.get("step"))
-        return {**result, **views}
+        """The same for an offloaded table, whose records take what a step needs."""
+        wanted = self._row_states(param, group)
+        values = {name: getattr(value, "value", value) for name, value in state.items()}
+        given: State = {}
+        for row_state in wanted:  # without another copy of so much
+            value = values.get(row_state.name)
+            if isinstance(value, Tensor) and value.dtype == row_state.dtype:
+                given[row_state.name] = values.pop(row_state.name)
+        given |= self._loaded(param, group, {name: _Hidden(v) for name, v in values.items()})
+        result = dict(given)
+        self._add_step(param, group, given)
+        views = table.bind(self, wanted, given)
+        return result | {name: views[name] for name in views.keys() & result.keys()}
 
 
 def _copied(state: State) -> State:

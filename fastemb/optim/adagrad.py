@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.adagrad import adagrad
 
+from fastemb import _offloaded
 from fastemb.optim._base import RowCall, RowOptimizer, Update
 from fastemb.optim._dense import DenseUpdate, run_fused, scalar_for
 from fastemb.optim._options import Options
@@ -33,6 +34,8 @@ class _AdagradBase(RowOptimizer):
         super().__init__(params, defaults, offload)
         for group in self.param_groups:
             for param in group["params"]:
+                if id(param) in _offloaded.TABLES:
+                    continue  # the table may be another optimizer's until the first step
                 if is_trainable(param) or param.is_complex():
                     self._prepare(param, group, self.state[param], sparse=False)
 

@@ -119,22 +119,20 @@ class SGD(RowOptimizer):
         # unless there is dampening.
         return {"momentum_buffer": -0.0} if group["momentum"] != 0 else {}
 
-    def _prepare(self, param: Tensor, group: Options, state: State, *, sparse: bool) -> None:
-        self._add_count(param, group, state)
-        self._add_moments(param, group, state)
+    def _steps_of(self, state: State) -> float:
+        # torch keeps no count; with a buffer of its making the first step is over.
+        return float("momentum_buffer" in state)
+
+    def _add_step(self, param: Tensor, group: Options, state: State) -> None:
+        """Have ``step`` be 0 exactly before the step that makes the buffer."""
+        super()._add_step(param, group, state)
+        if group["momentum"] != 0 and "momentum_buffer" not in state:
+            state["step"].zero_()  # there were steps without momentum
 
     def _prepare_dense(self, param: Tensor, group: Options, state: State) -> None:
         if group["momentum"] != 0 and group["dampening"] != 0:
-            self._add_count(param, group, state)
+            self._add_step(param, group, state)
         self._add_moments(param, group, state)
-
-    def _add_count(self, param: Tensor, group: Options, state: State) -> None:
-        """Have ``step`` be 0 exactly before the step that makes the buffer."""
-        # torch keeps no count; with a buffer of its making the first step is over.
-        begun = "momentum_buffer" in state
-        self._add_step(param, state, first=float(begun))
-        if group["momentum"] != 0 and not begun:
-            state["step"].zero_()  # there were steps without momentum
 
     def _row_step(self, group: Options, call: RowCall) -> None:
         torch.ops.fastemb.row_sgd_(
