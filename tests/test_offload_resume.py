@@ -16,6 +16,7 @@ from offload_cases import (
     limits,
     loss_of,
     new_engine,
+    optimizer_of,
     raises,
     saved,
 )
@@ -47,6 +48,7 @@ def test_training_resumes_from_files(options: str, tmp_path: Path) -> None:
     engine, model, optimizer = run_files(case, tmp_path, data)
     layers = {k: v.clone() for k, v in model.state_dict().items() if k.startswith("layer")}
     other = optimizer.state_dict()
+    at_the_end = saved(model, optimizer)
     engine.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["t0.fetab", "t1.fetab"]
 
@@ -57,6 +59,7 @@ def test_training_resumes_from_files(options: str, tmp_path: Path) -> None:
     dense = [k for k, p in enumerate(model.parameters()) if p.dim() < 2 or p is model.layer.weight]
     kept = {k: v for k, v in other["state"].items() if k in dense}
     optimizer.load_state_dict({**other, "state": kept})
+    assert saved(model, optimizer) == at_the_end
     train_case(case, model, optimizer, again.prefetch(data, ids=ids_of))
 
     want_model, want_optimizer = build(case, None)
@@ -87,6 +90,58 @@ def test_the_step_in_a_file_is_that_of_loaded_states(tmp_path: Path) -> None:
     again.close()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("before", "after", "goes_on"),
+    [
+        ("SGD", "Adam", False),
+        ("SGD momentum", "Adam", False),
+        ("Adagrad", "Adam", False),
+        ("Adagrad", "RowWiseAdagrad", False),
+        ("Adam", "SGD momentum", False),
+        ("SGD", "SGD", True),
+        ("SGD momentum", "SGD", True),
+        ("Adagrad", "Adagrad", True),
+        ("Adam", "AdamW", True),
+        ("Adam", "Adam amsgrad", True),
+        ("Adam", "Adam bf16 states", True),
+        ("Adam amsgrad", "Adam", True),
+        ("AdamW", "AdamW touched", True),
+        ("AdamW touched", "AdamW", True),
+        ("AdamW", "Adam row counts", True),
+    ],
+)
+def test_files_of_another_optimizer(
+    before: str, after: str, goes_on: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """One whose states it can use is taken for a checkpoint, else it begins anew."""
+    first, second = Case(dtype=dtype, optimizer=before), Case(dtype=dtype, optimizer=after)
+    data = first.batches()
+    model, optimizer = build(first, None)
+    train_case(first, model, optimizer, data)
+    states = optimizer.state_dict()["state"]
+    optimizer = optimizer_of(second, model)
+    if goes_on:
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": states, "param_groups": groups})
+    train_case(second, model, optimizer, data)
+    want = saved(model, optimizer)
+
+    engine, model, optimizer = run_files(first, tmp_path, data)
+    layers, states = model.layer.state_dict(), optimizer.state_dict()["state"]
+    engine.close()
+    again = new_engine(cache=18, storage=tmp_path, resume=True)
+    model, optimizer = build(second, again, seed=99)
+    model.layer.load_state_dict(layers)
+    if goes_on:
+        groups = optimizer.state_dict()["param_groups"]
+        layer = {key: state for key, state in states.items() if key != 0}
+        optimizer.load_state_dict({"state": layer, "param_groups": groups})
+    train_case(second, model, optimizer, data)
+    assert saved(model, optimizer) == want
+    again.close()
+
+
 def test_states_of_another_step_than_the_weights_are_refused(tmp_path: Path) -> None:
     case = Case(steps=6)
     data = case.batches()
@@ -100,6 +155,8 @@ def test_states_of_another_step_than_the_weights_are_refused(tmp_path: Path) -> 
 
     again = new_engine(cache=18, storage=tmp_path, resume=True)
     model, optimizer = build(case, again)
+    # Of the layers alone, as the other tables come from their files.
+    model.load_state_dict({k: v for k, v in checkpoint[0].items() if "t0" not in k}, strict=False)
     optimizer.load_state_dict(checkpoint[1])
     loss_of(model, data[4])[0].backward()
     with raises(RuntimeError, "'t0'", "file of step 6", "checkpoint of step 4"):

@@ -133,7 +133,10 @@ class StoredTable:
 
     def layout(self, steps: float) -> RecordLayout:
         """Of the records, where new states are filled as after so many steps."""
-        weight = Field("weight", self.weight.dtype, self.shape[1])
+        if hasattr(self, "host"):
+            weight = self.host.layout.fields[0]
+        else:
+            weight = Field("weight", self.weight.dtype, self.shape[1])
         states = (Field(s.name, s.dtype, s.width, s.first(steps)) for s in self._states)
         return RecordLayout((weight, *states))
 

@@ -14,7 +14,7 @@ from fastemb.optim._base import RowCall, RowOptimizer, Update
 from fastemb.optim._dense import DenseUpdate, run_fused, scalar_for
 from fastemb.optim._options import Options
 from fastemb.optim._scaling import Scaling
-from fastemb.optim._states import ParamsT, is_trainable
+from fastemb.optim._states import ParamsT, State, is_trainable
 
 if TYPE_CHECKING:
     from fastemb.offload._dense import HostStates
@@ -34,10 +34,15 @@ class _AdagradBase(RowOptimizer):
         super().__init__(params, defaults, offload)
         for group in self.param_groups:
             for param in group["params"]:
-                if id(param) in _offloaded.TABLES:
-                    continue  # the table may be another optimizer's until the first step
-                if is_trainable(param) or param.is_complex():
-                    self._prepare(param, group, self.state[param], sparse=False)
+                # An offloaded table may be another optimizer's until the first step.
+                here = id(param) not in _offloaded.TABLES
+                if here and (is_trainable(param) or param.is_complex()):
+                    self.state[param] = self._first_state(param, group)
+
+    def _first_state(self, param: Tensor, group: Options) -> State:
+        state: State = {}
+        self._prepare(param, group, state, sparse=False)
+        return state
 
     def share_memory(self) -> None:
         """Move the accumulators to shared memory, for training in several processes."""
