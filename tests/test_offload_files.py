@@ -20,6 +20,7 @@ from fastemb.offload._file import (
     HEADER_BYTES,
     DirtyFileError,
     FileFormatError,
+    FileGoneError,
     FileHeader,
     FileInUseError,
 )
@@ -190,6 +191,56 @@ def test_a_forked_process_neither_keeps_nor_breaks_the_lock(path: Path) -> None:
 # ---------------------------------------------------------------------------------------------
 # what is refused
 # ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_file_that_goes_while_it_is_open(path: Path, replaced: bool) -> None:
+    table = create(path)
+    table.mark_dirty()
+    kept = path.with_name("kept")
+    path.rename(kept)
+    if replaced:
+        path.write_bytes(kept.read_bytes())
+    for action in (lambda: table.flush(6), lambda: table.rebuilt(LAYOUT)):
+        with pytest.raises(FileGoneError, match=r"table\.emb is no longer the file that is open"):
+            action()
+    assert sorted(path.parent.iterdir()) == [kept, path][: 1 + replaced]
+    kept.replace(path)
+    assert not FileHeader.unpack(path, path.read_bytes()).clean
+    table.flush(6)
+    table.close()
+    HostTable.open(path, name="users").close()
+
+
+def test_a_file_that_goes_before_its_first_flush(path: Path) -> None:
+    table = HostTable.create("users", NUM_ROWS, LAYOUT, seed=0, storage=path)
+    path.with_name(path.name + ".partial").unlink()
+    with pytest.raises(FileGoneError, match=r"partial is no longer"):
+        table.flush(0)
+    table.close()
+
+
+@pytest.mark.parametrize("part", ["records", "weight", "exp_avg"])
+def test_records_that_were_moved_to_shared_memory(path: Path, part: str) -> None:
+    """They no longer reach the file, which must not pass for up to date."""
+    table = create(path)
+    table.mark_dirty()
+    before = path.read_bytes()
+    (table.records if part == "records" else table.fields[part]).share_memory_()
+    rows = torch.tensor([1])
+    for action in (
+        lambda: table.flush(6),
+        lambda: table.seal(rows),
+        lambda: table.scatter(rows, table.records[:1].clone()),
+        table.verify,
+        lambda: table.rebuilt(LAYOUT),
+    ):
+        with pytest.raises(RuntimeError, match=r"moved from .*table\.emb to shared memory"):
+            action()
+    assert path.read_bytes() == before
+    table.close()
+    with pytest.raises(DirtyFileError):
+        HostTable.open(path, name="users")
 
 
 def refused(path: Path, text: str, **asked: object) -> None:

@@ -212,6 +212,43 @@ def test_a_file_that_was_not_flushed_needs_recover(tmp_path: Path) -> None:
     other.close()
 
 
+def test_a_table_in_a_file_cannot_move_to_shared_memory(tmp_path: Path) -> None:
+    case = Case(steps=4)
+    engine, model, optimizer = run_files(case, tmp_path, case.batches())
+    want, _ = saved(model, optimizer)
+    queue: Any = torch.multiprocessing.Queue()
+    queue.put(model.t0.weight.detach()[:2])
+    queue.get()
+    for action in (
+        lambda: model(case.batches()[0]["lookups"]),
+        lambda: next(iter(engine.prefetch(case.batches(), ids=ids_of))),
+        engine.flush,
+        engine.verify,
+        model.state_dict,
+        engine.close,
+    ):
+        with raises(RuntimeError, "'t0'", "moved from", "to shared memory"):
+            action()
+    # What was flushed last is there.
+    again = new_engine(cache=18, storage=tmp_path, resume=True)
+    model, optimizer = build(case, again, seed=5)
+    assert bits(model.state_dict()["t0.weight"]) == want["t0.weight"]
+
+
+def test_tables_in_memory_may_move_to_shared_memory() -> None:
+    case = Case(steps=4)
+    engine = new_engine(cache=1.0)
+    model, optimizer = build(case, engine)
+    train_case(case, model, optimizer, case.batches())
+    engine.flush()
+    model.share_memory()
+    train_case(case, model, optimizer, engine.prefetch(case.batches(), ids=ids_of))
+    plain, plain_optimizer = build(case, None)
+    train_case(case, plain, plain_optimizer, case.batches() * 2)
+    assert saved(model, optimizer) == saved(plain, plain_optimizer)
+    assert engine.verify() == {"t0": []}
+
+
 def test_modules_that_are_made_in_files_have_the_values_of_torch(tmp_path: Path) -> None:
     engine = new_engine(cache=0.1, storage=tmp_path)
     rows, dim = 70_001, 17  # more than one portion of the initialisation

@@ -83,6 +83,18 @@ class FileInUseError(RuntimeError):
         )
 
 
+class FileGoneError(RuntimeError):
+    """A file that is open was removed, or another one took its place."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        super().__init__(
+            f"{path} is no longer the file that is open: it was removed, or replaced by another "
+            "one, so nobody would find what is flushed; bring it back, or save copies of the "
+            "weight and its states"
+        )
+
+
 class DirtyFileError(RuntimeError):
     """The process that wrote a file ended before it had flushed it.
 
@@ -327,7 +339,12 @@ class TableFile:
             self._write_header(replace(self.header, clean=False))
 
     def flush(self, *, clean: bool, step: int, optimizer_step: float) -> None:
-        """Bring records, then the header to the disk; the first time, give the file its name."""
+        """Bring records, then the header to the disk; the first time, give the file its name.
+
+        Raises:
+            FileGoneError: see `require_named`; the header stays as it was.
+        """
+        self.require_named()
         os.fdatasync(self._descriptor)  # most of the work, and without the GIL
         self.mapping.flush()
         header = replace(self.header, clean=clean, step=step, optimizer_step=optimizer_step)
@@ -338,6 +355,12 @@ class TableFile:
             os.replace(_partial(self.path), self.path)
             self._partial = False
             _sync_directory(self.path.parent)
+
+    def require_named(self) -> None:
+        """Raise `FileGoneError` where another file, or none, is at the path of this one."""
+        path = _partial(self.path) if self._partial else self.path
+        if not _names(path, self._descriptor):
+            raise FileGoneError(path)
 
     def close(self) -> None:
         """Unlock the file; one that was never flushed is removed. Idempotent.

@@ -64,6 +64,7 @@ class HostTable:
         self._headers = self.layout.headers(records)
         self._memory: _mapping.Mapping | None = memory
         self._file = file
+        self._address = records.data_ptr()
 
     @classmethod
     def create(
@@ -283,6 +284,7 @@ class HostTable:
 
         Raises:
             IntegrityError: rows are torn.
+            FileGoneError: the file is no longer at its path; it stays dirty.
             OSError: the disk does not take it.
         """
         self._require_open()
@@ -313,6 +315,7 @@ class HostTable:
             ValueError: a field that keeps its values has another width than before, or is the
                 weight and has another dtype.
             IntegrityError: a record is wrong; this table stays open, as it was.
+            FileGoneError: the file is no longer at its path.
             OSError: no memory, no space on the disk, ...
         """
         self._require_open()
@@ -330,6 +333,7 @@ class HostTable:
             pin = self.pinned if pin is None else pin
             new = HostTable.create(self.name, self.num_rows, layout, seed=self.seed, pin=pin)
         else:
+            self._file.require_named()
             new = HostTable._of_file(TableFile.create(self._file.path, header, replace=True), 0)
         try:
             for chunk in self._chunks(None):
@@ -368,6 +372,16 @@ class HostTable:
     def _require_open(self) -> None:
         if self._memory is None:
             raise RuntimeError(f"table {self.name!r} is closed")
+        self.require_in_place()
+
+    def require_in_place(self) -> None:
+        """Raise `RuntimeError` where what is written to the records would not reach the file."""
+        if self._file is not None and self.records.data_ptr() != self._address:
+            raise RuntimeError(
+                f"table {self.name!r}: its weight or a state of it was moved from {self._file.path}"
+                " to shared memory, by share_memory_() or by a queue of torch.multiprocessing, so "
+                "nothing reaches the file any more, which stays as it was; share a clone() instead"
+            )
 
     def _chunks(self, rows: Tensor | None) -> Iterator[Tensor]:
         """``rows``, or all of them, in portions of some megabytes."""

@@ -469,6 +469,7 @@ class StoredTable:
                 self.pins.discard(pins)
                 if pins.map is self.slots:
                     pins.map.release(pins.slots)
+        self.host.require_in_place()
         weight = self._weight()
         if weight is not None:
             if weight.data_ptr() != self.host.fields["weight"].data_ptr():

@@ -101,7 +101,8 @@ class OffloadEngine:
         depth: batches that `prefetch` looks ahead.
         verify: "all" records, a "sample" of one in 16, or "off".
         storage: directory for tables larger than RAM: each is a file that is mapped into memory.
-            None: they are in RAM, pinned where there is CUDA.
+            Its weight cannot go to shared memory (``share_memory_``, a queue of
+            torch.multiprocessing), a clone can. None: they are in RAM, pinned where there is CUDA.
         resume: take the tables, and their optimizer state, from the files in ``storage``.
         recover: open files that were not flushed before their process ended; see `torn`.
         staging_bytes: size of each of the two buffers for either direction.
