@@ -204,6 +204,8 @@ def test_an_interrupt_while_slots_change_hands(monkeypatch: pytest.MonkeyPatch) 
     engine, model, optimizer = offloaded()
     train(CASE, model, optimizer, batches[:2])
     values = engine_values(model)
+    kept = iter(engine.prefetch(batches, ids=ids_of))
+    next(kept)
     late = model.t0(torch.tensor([[1, 2]])).sum()
 
     def interrupt(*_: Any) -> None:
@@ -213,7 +215,7 @@ def test_an_interrupt_while_slots_change_hands(monkeypatch: pytest.MonkeyPatch) 
         patch.setattr(engine.tables["t0"].slots._uses, "used", interrupt)
         with pytest.raises(KeyboardInterrupt):
             steps(model, optimizer, engine.prefetch(batches, ids=ids_of))
-    for action in (engine.flush, model.state_dict, lambda: model(batches[0]["lookups"])):
+    for action in (engine.flush, model.state_dict, lambda: model(batches[1]["lookups"])):
         with raises(RuntimeError, "'t0'", "interrupted while its slots changed hands"):
             action()
     engine.load_state_dict(values)
@@ -222,6 +224,12 @@ def test_an_interrupt_while_slots_change_hands(monkeypatch: pytest.MonkeyPatch) 
     }
     with raises(RuntimeError, "'t0'", "begun anew after this lookup"):
         late.backward()
+    for batch in batches[1:]:  # the rows that were looked ahead for come into the new cache
+        assert next(kept) is batch
+        for name, value in values.items():
+            rows = ids_of(batch)[name].unique()
+            assert torch.equal(getattr(model, name)(rows.view(-1, 1)).view(-1, 3), value[rows])
+    kept.close()  # type: ignore[attr-defined]
     train(CASE, model, optimizer, engine.prefetch(batches, ids=ids_of))
     assert engine.verify() == {"t0": [], "t1": []}
     assert pinned(engine) == 0
@@ -246,9 +254,7 @@ def test_a_kept_iterator_is_named_where_its_rows_are_in_the_way() -> None:
     first, *others = [{"t0": torch.arange(begin, begin + 10)} for begin in (0, 10, 20, 30)]
     kept = iter(engine.prefetch([first]))
     next(kept)
-    with raises(
-        CacheTooSmallError, "'t0'", "10 more are held for batches", "16 slots", "smaller depth"
-    ):
+    with raises(CacheTooSmallError, "'t0'", "10 more are held for batches", "16 slots"):
         list(engine.prefetch(others))
     kept.close()  # type: ignore[attr-defined]
     assert len(list(engine.prefetch(others))) == 3

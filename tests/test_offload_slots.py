@@ -269,8 +269,8 @@ def test_exactly_as_many_as_needed(policy: Policy) -> None:
     assert (error.value.num_needed, error.value.num_slots) == (5, 4)
     assert str(error.value) == (
         "table 't': a batch with 2 distinct rows needs as many slots, and 3 more are held for "
-        "batches that were looked ahead for or whose backward or step is still to come; the cache "
-        "has 4 slots and would need 5: give the engine a larger cache, or a smaller depth"
+        "batches that are under way, in a loop that has not gone on or with a backward or step "
+        "still to come; the cache has 4 slots and would need 5: give the engine a larger cache"
     )
     slots.release(first.slots)  # 2 is still held by the other
     third = slots.plan(ids(4, 5))

@@ -313,7 +313,7 @@ def mend_between_batches() -> None:
 # (what is called, by which function of which module) -> scenarios that fail without the call.
 CALLS: dict[tuple[str, str], list[Callable[[], None]]] = {
     ("Table.wait", "lookup"): [lookup_without_prefetch],
-    ("Table.wait", "__iter__"): [lookup_with_prefetch],
+    ("Table.wait", "_batches"): [lookup_with_prefetch],
     ("OffloadEngine.wait", "wait"): [lookup_without_prefetch, lookup_with_prefetch],
     ("OffloadEngine.wait", "_refetched"): [load_within_a_batch],
     ("OffloadEngine.wait", "_mend"): [mend_between_batches],

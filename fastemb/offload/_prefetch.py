@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from inspect import GEN_CLOSED, getgeneratorstate
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -37,6 +39,29 @@ class _Ahead(Generic[Batch]):
     error: BaseException | None = None
 
 
+@dataclass(eq=False)
+class LookAhead(Generic[Batch]):
+    """How far a loop has looked.
+
+    Attributes:
+        source: what the loader gives.
+        ahead: what came from it and was not handed out yet.
+        exhausted: whether no more will come.
+    """
+
+    source: Iterator[Batch]
+    ahead: deque[_Ahead[Batch]] = field(default_factory=deque)
+    exhausted: bool = False
+
+    def let_go(self) -> bool:
+        """Hold no rows, until it is the turn of their batches; whether some were held."""
+        some = False
+        for seen in list(self.ahead):
+            some = some or seen.held is not None
+            seen.held = None
+        return some
+
+
 class Prefetcher(Generic[Batch]):
     """What `OffloadEngine.prefetch` returns."""
 
@@ -49,34 +74,34 @@ class Prefetcher(Generic[Batch]):
         self._engine = engine
         self._loader = loader
         self._ids = ids
+        self._left: deque[_Ahead[Batch]] = deque()
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Batch]:
-        engine = self._engine
+        self._engine.check()
+        looking = LookAhead(iter(self._loader))
+        if looking.source is self._loader:  # which will not give again what it gave a loop before
+            looking.ahead = self._left
+        with self._engine.lock:
+            self._engine.loops.add(looking)
+        return _Loop(partial(self._batches, looking))
+
+    def _batches(self, looking: LookAhead[Batch]) -> Generator[Batch, None, None]:
+        engine, ahead = self._engine, looking.ahead
         engine.check()
-        source = iter(self._loader)
-        ahead: deque[_Ahead[Batch]] = deque()
-        exhausted = False
         try:
             while True:
-                while not exhausted and len(ahead) <= engine.depth:
-                    seen = self._see(source)
-                    if seen is None:
-                        exhausted = True
-                        break
-                    ahead.append(seen)
-                    exhausted = seen.error is not None
-                    del seen
-                self._bring(ahead)
-                if not ahead:
-                    return
-                now = ahead.popleft()
-                if now.error is not None:
-                    raise now.error
-                batch, tables, rows = now.batch, [table for table, _, _ in now.rows], now.held
-                del now
+                self._look_ahead(looking)
+                with engine.lock:  # or a lookup of another thread could have the rows give way
+                    self._bring(ahead)
+                    if not ahead:
+                        return
+                    if ahead[0].error is not None:
+                        raise ahead.popleft().error  # type: ignore[misc]
+                    rows = ahead[0].held
+                    tables = [table for table, _, _ in ahead[0].rows]
                 assert rows is not None  # there was room for the first, or an error
                 for number, table in enumerate(tables):
                     table.wait(rows[number])
@@ -85,16 +110,26 @@ class Prefetcher(Generic[Batch]):
                         table.begin(held)
                         del held
                     engine.step += 1
-                    yield batch  # type: ignore[misc]
+                    yield ahead.popleft().batch  # type: ignore[misc]
                 finally:
                     with engine.lock, uninterrupted:
                         for table, held in zip(tables, rows, strict=True):
                             table.end(held)
                             del held
-                        del rows, batch
+                        del rows
         finally:  # whoever keeps the traceback of an error must not keep the slots
-            ahead.clear()
+            looking.let_go()
             rows = None
+
+    def _look_ahead(self, looking: LookAhead[Batch]) -> None:
+        """See the next batches, up to one that is an error."""
+        ahead = looking.ahead
+        while len(ahead) <= self._engine.depth and not (ahead and ahead[-1].error is not None):
+            seen = None if looking.exhausted else self._see(looking.source)
+            if seen is None:
+                looking.exhausted = True
+                return
+            ahead.append(seen)
 
     def _see(self, source: Iterator[Batch]) -> _Ahead[Batch] | None:
         """The next batch and its rows; None: there are no more."""
@@ -156,22 +191,51 @@ class Prefetcher(Generic[Batch]):
         return {next(iter(tables)): given}
 
     def _bring(self, ahead: deque[_Ahead[Batch]]) -> None:
-        """Fetch for the batches that are seen, in order, as far as there is room."""
+        """Fetch for the batches that are seen, in order, as far as there is room.
+
+        Raises:
+            CacheTooSmallError: there is none for the first, which stays where it is.
+        """
         for position, batch in enumerate(ahead):
             if batch.error is not None:
                 return
             if batch.held is None:
                 try:
-                    batch.held = self._hold(batch)
+                    batch.held = self._hold(batch, its_turn=position == 0)
                 except CacheTooSmallError:
                     if position == 0:
                         raise
                     return  # when those before it have left
 
-    def _hold(self, batch: _Ahead[Batch]) -> list[HeldRows]:
+    def _hold(self, batch: _Ahead[Batch], *, its_turn: bool) -> list[HeldRows]:
         for table, _, _ in batch.rows:
             table.settle()
-        return [table.bring(rows, counts) for table, rows, counts in batch.rows]
+        return [table.bring(rows, counts, now=its_turn) for table, rows, counts in batch.rows]
+
+
+class _Loop(Iterator[Batch]):
+    """The batches of one loop, also those behind one whose place an error has taken.
+
+    A generator is over once it has raised; then another one goes on with what the first has seen.
+    """
+
+    def __init__(self, batches: Callable[[], Generator[Batch, None, None]]) -> None:
+        self._make = batches
+        self._batches = batches()
+
+    def __next__(self) -> Batch:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            raise
+        except BaseException:
+            if getgeneratorstate(self._batches) == GEN_CLOSED:
+                self._batches = self._make()
+            raise
+
+    def close(self) -> None:
+        """Hold no rows any more, and end."""
+        self._batches.close()
 
 
 def _describe(value: object) -> str:

@@ -36,15 +36,15 @@ class CacheTooSmallError(RuntimeError):
         self.num_slots = num_slots
         held = num_needed - num_rows
         others = (
-            f", and {held} more are held for batches that were looked ahead for or whose backward "
-            "or step is still to come"
+            f", and {held} more are held for batches that are under way, in a loop that has not "
+            "gone on or with a backward or step still to come"
             if held
             else ""
         )
         super().__init__(
             f"table {table!r}: a batch with {num_rows} distinct rows needs as many slots{others}; "
             f"the cache has {num_slots} slots and would need {num_needed}: give the engine a "
-            "larger cache" + (", or a smaller depth" if held else "")
+            "larger cache"
         )
 
 

@@ -422,6 +422,7 @@ class StoredTable:
 
     def _forget_cache(self) -> None:
         """Begin with an empty one; what lookups still hold is worth nothing."""
+        self.engine.give_way()
         drop(self._weight())
         self.slots = SlotMap(self.name, self.shape[0], self.num_slots, self._policy)
         self.current = []

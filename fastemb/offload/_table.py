@@ -55,8 +55,22 @@ class Table(TrainedTable):
             raise CacheTooSmallError(self.name, len(rows), len(rows), self.num_slots)
 
     @alone
-    def bring(self, rows: Tensor, counts: Tensor) -> HeldRows:
-        """Have ``rows`` brought into the cache, and hold them; they are there after `wait`."""
+    def bring(self, rows: Tensor, counts: Tensor, *, now: bool = True) -> HeldRows:
+        """Have ``rows`` brought into the cache, and hold them; they are there after `wait`.
+
+        Args:
+            now: whether rows that are only looked ahead for give way where there is no room.
+
+        Raises:
+            CacheTooSmallError: there is no room.
+        """
+        try:
+            with uninterrupted:
+                return self._bring(rows, counts)
+        except CacheTooSmallError:
+            if not now or not self.engine.give_way():
+                raise
+        self.settle()
         with uninterrupted:
             return self._bring(rows, counts)
 

@@ -12,6 +12,7 @@ from threading import RLock
 from types import TracebackType
 from typing import Any, NamedTuple
 from urllib.parse import quote
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from fastemb import _offloaded
 from fastemb.offload._host import HostTable
 from fastemb.offload._lanes import Lane
 from fastemb.offload._layout import Field, RecordLayout
-from fastemb.offload._prefetch import Batch, Ids, Prefetcher
+from fastemb.offload._prefetch import Batch, Ids, LookAhead, Prefetcher
 from fastemb.offload._slots import Policy
 from fastemb.offload._stored import StoredTable, require_weight
 from fastemb.offload._table import Table
@@ -37,7 +38,8 @@ class OffloadStats(NamedTuple):
 
     Attributes:
         batches: handed out by `OffloadEngine.prefetch`.
-        hits, misses: distinct rows of batches that were in the cache, and that were not.
+        hits, misses: distinct rows of batches that were in the cache, and that were not; those
+            that gave way to others count again.
         fetched, written_back: records.
         bytes_to_device, bytes_to_host: of these records.
         checks: checksums that were recomputed and compared.
@@ -167,6 +169,7 @@ class OffloadEngine:
         self.step = 0
         self.lock = RLock()
         self.tables: dict[str, Table] = {}
+        self.loops: WeakSet[LookAhead[Any]] = WeakSet()
         self._cache = cache
         self._policy: Policy = policy
         self._storage = None if storage is None else Path(storage)
@@ -317,22 +320,35 @@ class OffloadEngine:
         """The batches of ``loader``, each when its rows are in the cache.
 
         Args:
-            loader: any iterable, of batches on the host.
+            loader: any iterable, of batches on the host. It is asked for batches before their
+                turn, so what it draws of the global generators of random numbers is drawn earlier.
             ids: batch -> name of a table -> the ids (int32 or int64, any shape, or several such
                 tensors) that lookups will use; with one table in the engine the ids alone. What is
                 not announced is fetched in the lookup, on CUDA it is an error there. None: a batch
                 is a mapping, and its keys that are names of tables hold their ids.
 
         Returns:
-            An iterable with the length of the loader. It may be iterated again, as the loader may.
+            An iterable with the length of the loader. It may be iterated again, as the loader may;
+            of a loader that is its own iterator, such as a generator, no batch is lost then. When
+            a lookup or another loop needs their place, rows that are only looked ahead for give
+            way and are fetched again.
 
         Raises:
             When iterated: `CacheTooSmallError`, `IntegrityError`, IndexError, TypeError,
-            ValueError, and what the loader raises, in place of the batch that it concerns.
+            ValueError, and what the loader raises, in place of the batch that it concerns. The
+            iterator then goes on: with the same batch after an `IntegrityError`, and where there
+            was no room beside others, else with the next one.
         """
         if ids is not None and not callable(ids):
             raise TypeError(f"prefetch: ids must be a function of a batch, got {ids!r}")
         return Prefetcher(self, loader, ids)
+
+    def give_way(self) -> bool:
+        """Let rows leave that loops only look ahead for; whether there were any."""
+        some = False
+        for loop in self.loops:
+            some = loop.let_go() or some
+        return some
 
     def flush(self) -> None:
         """Bring all host tables up to date, and files to the disk, where they are then clean."""
