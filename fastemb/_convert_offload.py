@@ -60,7 +60,7 @@ def adopt(
             gradient.
     """
     done: dict[str, Table] = {}
-    new: list[Table] = []
+    before = list(engine.tables.values())
     try:
         for name, module in chosen.items():
             weight = module.weight
@@ -74,12 +74,9 @@ def adopt(
                     f"convert: {display(name)} has a gradient, which an offloaded table cannot "
                     "keep; call zero_grad() first"
                 )
-            known = len(engine.tables)
-            table = done[name] = engine.adopt(weight, table_name(name), dtype or weight.dtype)
-            if len(engine.tables) > known:
-                new.append(table)
+            done[name] = engine.adopt(weight, table_name(name), dtype or weight.dtype)
     except BaseException:
-        for table in new:
+        for table in {*done.values()}.difference(before):
             engine.forget(table)
         raise
     return done

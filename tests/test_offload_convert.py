@@ -325,6 +325,18 @@ def test_a_refused_model_is_as_it_was(change: Any, text: tuple[str, ...]) -> Non
     assert list(engine.tables) == ["tables.0", "tables.2"]
 
 
+def test_a_refused_model_leaves_no_table_under_the_name_of_one_that_is_gone() -> None:
+    engine = new_engine(cache=60)
+    gone = nn.Sequential(nn.Embedding(5, 3))
+    fastemb.convert(gone, offload=engine)
+    del gone
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Embedding(5, 3))
+    model[1].weight.grad = torch.zeros(5, 3)
+    with raises(ValueError, "gradient"):
+        fastemb.convert(model, offload=engine)
+    assert engine.tables == {}
+
+
 def test_arguments_that_do_not_go_together_are_refused() -> None:
     model = plain()
     before = frozen(model)

@@ -31,9 +31,12 @@ from optim_cases import bits
 from torch import nn
 
 import fastemb
+from fastemb import offload
 from fastemb.offload import IntegrityError, OffloadEngine
 
 pytestmark = limits
+
+ONE = Case((TableCase(rows=60),))
 
 
 def test_a_checkpoint_is_loaded_in_the_middle_of_training() -> None:
@@ -137,6 +140,9 @@ def test_the_state_dict_of_an_engine_goes_into_another() -> None:
         assert {f: bits(v) for f, v in fields.items()} == {
             f: bits(v) for f, v in want[name].items()
         }
+    # So does a step that is not there.
+    other.load_state_dict({n: {f: v for f, v in t.items() if f != "step"} for n, t in want.items()})
+    assert float(other.state_dict()["t0"]["step"]) == 0
     # A weight alone begins anew with the states.
     other.load_state_dict({name: fields["weight"] for name, fields in want.items()})
     table = other.state_dict()["t0"]
@@ -156,6 +162,14 @@ def test_a_state_dict_that_does_not_fit_changes_nothing() -> None:
         engine.load_state_dict({**good, "t1": {**good["t1"], "exp_avg": torch.ones(1, 3)}})
     with raises(ValueError, "table 't0' must have 'weight'"):
         engine.load_state_dict({**good, "t0": {}})
+    with raises(KeyError, "no tables ['t9'] in the engine, only t0, t1"):
+        engine.load_state_dict({**good, "t9": good["t0"]})
+    with raises(ValueError, "table 't1': exp_avg must be real, got torch.complex64"):
+        engine.load_state_dict({**good, "t1": {**good["t1"], "exp_avg": torch.ones(40, 3) * 1j}})
+    for step_count in (-3.0, float("nan"), float("inf")):
+        with raises(ValueError, "table 't1': step must be finite", f"got {step_count}"):
+            bad = torch.tensor(step_count)
+            engine.load_state_dict({**good, "t1": {**good["t1"], "step": bad}})
     assert saved(model, optimizer) == before
 
 
@@ -426,6 +440,92 @@ def test_rows_to_reset_are_checked(name: str, rows: Any, kind: type[Exception], 
     engine, _, _ = offloaded()
     with raises(kind, text):
         engine.reset_rows(name, rows, {"weight": torch.zeros(len(rows), 3)})
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        (torch.zeros(1, 3), "values must be a mapping, got Tensor"),
+        ({"weight": [[1.0, 2.0, 3.0]]}, "values['weight'] must be a real tensor, got list"),
+        ({"weight": torch.zeros(1, 3) * 1j}, "must be a real tensor, got torch.complex64"),
+    ],
+)
+def test_values_of_rows_to_reset_are_checked(values: Any, text: str) -> None:
+    engine, _, _ = offloaded()
+    with raises(TypeError, "reset_rows: ", text):
+        engine.reset_rows("t0", torch.tensor([0]), values)
+
+
+def test_a_closed_engine_says_so() -> None:
+    engine, _, _ = offloaded()
+    state = engine.state_dict()
+    engine.close()
+    rows, values = torch.tensor([0]), {"weight": torch.zeros(1, 3)}
+    for action in (
+        lambda: engine.load_state_dict(state),
+        lambda: engine.reset_rows("t0", rows, values),
+        engine.state_dict,
+        engine.verify,
+        engine.flush,
+    ):
+        with raises(RuntimeError, "the OffloadEngine is closed"):
+            action()
+
+
+def test_an_engine_is_neither_copied_nor_pickled() -> None:
+    engine, _, _ = offloaded()
+    for thing in (engine, engine.prefetch([])):
+        for action in (copy.deepcopy, pickle.dumps):
+            with raises(RuntimeError, "OffloadEngine", "cannot be copied or pickled"):
+                action(thing)
+
+
+@pytest.mark.parametrize("kind", [offload.Embedding, offload.EmbeddingBag])
+@pytest.mark.parametrize("stored", [False, True])
+def test_modules_need_an_engine_and_a_name(kind: Any, stored: bool, tmp_path: Any) -> None:
+    engine = new_engine(storage=tmp_path if stored else None)
+    with raises(TypeError, f"{kind.__name__}: engine must be an OffloadEngine, got NoneType"):
+        kind(5, 3, engine=None, table="users")
+    for name in (None, "", 3):
+        with raises(TypeError, "a table must have a str as its name", repr(name)):
+            kind(5, 3, engine=engine, table=name)
+    assert engine.tables == {}
+
+
+def test_a_table_whose_module_is_gone_before_its_first_use() -> None:
+    engine, gone = new_engine(cache=36), Net(ONE)
+    fastemb.convert(gone, offload=engine)
+    del gone
+    model = nn.Sequential(nn.EmbeddingBag(20, 3))
+    fastemb.convert(model, offload=engine)
+    assert list(engine.state_dict()) == list(engine.verify()) == ["0"]
+    engine.flush()
+    ids = torch.tensor([[1]])
+    assert len(list(engine.prefetch([ids], ids=lambda ids: ids))) == 1
+    with raises(ValueError, "must name tables of the engine (0)", "'t0'"):
+        list(engine.prefetch([ids], ids=lambda ids: {"t0": ids}))
+    values = torch.ones(20, 3)
+    engine.load_state_dict({"0": values})
+    assert bits(model.state_dict()["0.weight"]) == bits(values)
+    engine.close()
+
+
+def test_a_table_whose_module_is_gone_is_loaded_all_the_same() -> None:
+    engine, gone = new_engine(cache=36), Net(ONE)
+    fastemb.convert(gone, offload=engine)
+    gone(ONE.batches()[0]["lookups"])
+    del gone
+    model = nn.Sequential(nn.EmbeddingBag(20, 3))
+    fastemb.convert(model, offload=engine)
+    values = {"t0": torch.full((60, 3), 2.0), "0": torch.ones(20, 3)}
+    engine.load_state_dict(values)
+    loaded = engine.state_dict()
+    assert {name: bits(loaded[name]["weight"]) for name in values} == {
+        name: bits(value) for name, value in values.items()
+    }
+    engine.load_state_dict({"0": values["0"] * 3})
+    assert torch.equal(model(torch.tensor([[1]])), torch.full((1, 3), 3.0))
+    assert engine.verify() == {"t0": [], "0": []}
 
 
 @pytest.mark.parametrize("given", [[1, 2], 3, None, {"t0": None}, {"t0": [None]}])

@@ -145,7 +145,7 @@ class Prefetcher(Generic[Batch]):
             return _Ahead(batch, [], error=error)
 
     def _rows(self, batch: Batch) -> list[tuple[Table, Tensor, Tensor]]:
-        tables = self._engine.tables
+        tables = self._tables()
         rows = []
         for name, given in self._announced(batch).items():
             if name not in tables:
@@ -172,7 +172,7 @@ class Prefetcher(Generic[Batch]):
         return rows
 
     def _announced(self, batch: Batch) -> Mapping[str, Ids]:
-        tables = self._engine.tables
+        tables = self._tables()
         if self._ids is None:
             if not isinstance(batch, Mapping) or not batch.keys() & tables.keys():
                 raise TypeError(
@@ -189,6 +189,10 @@ class Prefetcher(Generic[Batch]):
                 f"({', '.join(tables)}), got {_describe(given)}"
             )
         return {next(iter(tables)): given}
+
+    def _tables(self) -> dict[str, Table]:
+        """Those that can be looked up."""
+        return {name: table for name, table in self._engine.tables.items() if table.readable}
 
     def _bring(self, ahead: deque[_Ahead[Batch]]) -> None:
         """Fetch for the batches that are seen, in order, as far as there is room.

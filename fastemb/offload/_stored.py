@@ -50,6 +50,7 @@ class StoredTable:
     Attributes:
         name: in messages, and of the file.
         weight: the parameter. Its memory is that of the records once there are any.
+        shape: of it.
         host, slots, headers, leaf, cache: from the first use on.
         collected, stored: see `fastemb.offload._transfers.CachedTable`.
         delivered: the last fetch.
@@ -79,6 +80,7 @@ class StoredTable:
         self.name = name
         self.lock = engine.lock
         self.device = engine.device
+        self.shape = weight.shape[0], weight.shape[1]
         self.num_slots = num_slots
         self.cache: dict[str, Tensor] = {}
         self.collected: Event | None = None
@@ -127,9 +129,14 @@ class StoredTable:
         return weight
 
     @property
-    def shape(self) -> tuple[int, int]:
-        rows, dim = self.weight.shape
-        return rows, dim
+    def readable(self) -> bool:
+        """Whether its module is there."""
+        return self._weight() is not None
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether its module is gone and has never used it, so that there are no records."""
+        return not self._opened and not self.readable
 
     def layout(self, steps: float) -> RecordLayout:
         """Of the records, where new states are filled as after so many steps."""
@@ -335,8 +342,8 @@ class StoredTable:
     @torch.no_grad()
     def write_back(self) -> None:
         """Bring the records up to date; the cache stays as it is."""
-        if not self._opened and self._weight() is None:
-            return  # its module is gone, and has never used it
+        if self.abandoned:
+            return
         self.open()
         engine = self.engine
         engine.check()
@@ -369,7 +376,8 @@ class StoredTable:
         """
         self.host.seal()
         self._refetch()
-        self._version = self.weight._version
+        if self.readable:
+            self._version = self.weight._version
 
     def loadable(self, given: object) -> dict[str, Tensor]:
         """What `load` takes, of what was given for this table.
@@ -397,7 +405,12 @@ class StoredTable:
                 raise ValueError(
                     f"{where}: {name} must have shape {tuple(shape)}, got {tuple(value.shape)}"
                 )
-        return dict(values)
+            if value.is_complex():
+                raise ValueError(f"{where}: {name} must be real, got {value.dtype}")
+        step = values.get("step", torch.zeros((), device="cpu"))
+        if not (step >= 0 and step.isfinite()):
+            raise ValueError(f"{where}: step must be finite and not negative, got {float(step)}")
+        return {**values, "step": step}
 
     @alone
     @torch.no_grad()

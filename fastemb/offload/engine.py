@@ -200,6 +200,7 @@ class OffloadEngine:
             dtype: that the weight will have then.
 
         Raises:
+            TypeError: the name is no string, or empty.
             ValueError: the name is taken, or the table has no rows or no columns, or the file is
                 of another one.
             FileExistsError: there is a file of this name, and the engine does not resume.
@@ -240,8 +241,7 @@ class OffloadEngine:
         Returns:
             The weight in its file, or None: it is made as any other. Whether it has values.
         """
-        path = self._path(name)
-        if path is None:
+        if self._storage is None:
             return None, False
         self.check()
         self._check_new(name)
@@ -255,16 +255,18 @@ class OffloadEngine:
         else:
             layout = RecordLayout((Field("weight", dtype, embedding_dim),))
             host = HostTable.create(
-                name, num_embeddings, layout, seed=self._next_seed(), storage=path
+                name, num_embeddings, layout, seed=self._next_seed(), storage=self._path(name)
             )
         self._hosts[name] = (host, resumed)
         return host.fields["weight"], resumed
 
     def _check_new(self, name: str) -> None:
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"OffloadEngine: a table must have a str as its name, got {name!r}")
         known = self.tables.get(name)
         if known is None:
             return
-        if known._weight() is not None or self._storage is not None:
+        if known.readable or self._storage is not None:
             raise ValueError(f"OffloadEngine: there is a table {name!r} already")
         # Its module is gone and nobody can read it any more. What is under way still has it.
         del self.tables[name]
@@ -359,9 +361,13 @@ class OffloadEngine:
     def verify(self) -> dict[str, list[int]]:
         """Name of each table -> rows whose record on the host is wrong, after `flush`."""
         self.flush()
-        return {name: table.host.verify() for name, table in self.tables.items()}
+        return {name: table.host.verify() for name, table in self._stored().items()}
 
     # ---- states ----
+
+    def _stored(self) -> dict[str, Table]:
+        """The tables that have records, or will."""
+        return {name: table for name, table in self.tables.items() if not table.abandoned}
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Name of each table -> "weight" and the states of its rows, as copies, after `flush`.
@@ -372,10 +378,11 @@ class OffloadEngine:
             IntegrityError: a record on the host is wrong.
         """
         self.check()
-        for table in self.tables.values():
+        tables = self._stored()
+        for table in tables.values():
             table.flush()
         result = {}
-        for name, table in self.tables.items():
+        for name, table in tables.items():
             result[name] = {
                 field: view.clone(memory_format=torch.contiguous_format)
                 for field, view in table.host.fields.items()
@@ -393,17 +400,27 @@ class OffloadEngine:
                 begin anew, and so does the step count.
 
         Raises:
-            KeyError: a table is missing.
+            KeyError: a table is missing, or is none of the engine.
             TypeError: something is no tensor.
-            ValueError: a shape that does not fit, or a state that the records have no room for: its
-                optimizer has to be there. Nothing is changed then.
+            ValueError: a shape that does not fit, complex numbers, a step that is no number of
+                steps, or a state that the records have no room for: its optimizer has to be there.
+                Nothing is changed then.
         """
+        self._require_open()
         if not isinstance(state_dict, Mapping):
             raise TypeError(
                 f"load_state_dict: state_dict must be a mapping, got {type(state_dict).__name__}"
             )
+        unknown = [name for name in state_dict if name not in self.tables]
+        if unknown:
+            raise KeyError(
+                f"load_state_dict: there are no tables {unknown} in the engine, "
+                f"only {', '.join(self.tables)}"
+            )
+        # Of modules that are gone those that are given; nobody reads the others any more.
+        tables = {n: t for n, t in self._stored().items() if t.readable or n in state_dict}
         fields = {}
-        for name, table in self.tables.items():
+        for name, table in tables.items():
             table.open()
             if name not in state_dict:
                 raise KeyError(f"load_state_dict: there must be a table {name!r}")
@@ -411,7 +428,7 @@ class OffloadEngine:
         self.transfers.drain()
         self.transfers.failures.clear()
         self._broken = None
-        for name, table in self.tables.items():
+        for name, table in tables.items():
             table.load(fields[name])
 
     def reset_rows(self, name: str, rows: Tensor, values: Mapping[str, Tensor]) -> None:
@@ -424,10 +441,11 @@ class OffloadEngine:
 
         Raises:
             KeyError: there is no such table.
-            TypeError: ``rows`` is not int64.
+            TypeError: ``rows`` is not int64; ``values`` is no mapping of tensors.
             IndexError: a row is out of range.
             ValueError: ``values`` lacks "weight", or has another shape; a row comes twice.
         """
+        self._require_open()
         if name not in self.tables:
             raise KeyError(f"reset_rows: there is no table {name!r}, only {', '.join(self.tables)}")
         if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.dim() != 1:
@@ -435,6 +453,12 @@ class OffloadEngine:
             raise TypeError(f"reset_rows: rows must be 1-D int64, got {got}")
         if len(rows.unique()) != len(rows):
             raise ValueError(f"reset_rows: rows must be distinct, got {rows.tolist()}")
+        if not isinstance(values, Mapping):
+            raise TypeError(f"reset_rows: values must be a mapping, got {type(values).__name__}")
+        for field, value in values.items():
+            if not isinstance(value, Tensor) or value.is_complex():
+                kind = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+                raise TypeError(f"reset_rows: values[{field!r}] must be a real tensor, got {kind}")
         table = self.tables[name]
         table.open()
         table.reset(rows, values)
@@ -495,13 +519,22 @@ class OffloadEngine:
     ) -> None:
         self.close()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(
+            "OffloadEngine: its lanes and tables cannot be copied or pickled, nor can what refers "
+            "to it, such as a loop of prefetch(); use state_dict()"
+        )
+
     # ---- waiting ----
 
     def check(self) -> None:
         """Raise what has been lost on the way to the host, or that there is no engine any more."""
+        self._require_open()
+        self.check_lost()
+
+    def _require_open(self) -> None:
         if self._closed:
             raise RuntimeError("the OffloadEngine is closed")
-        self.check_lost()
 
     def check_lost(self) -> None:
         self._take_failures()

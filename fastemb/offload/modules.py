@@ -149,6 +149,11 @@ class OffloadedModule(TableModule):
         )
 
 
+def _check_engine(op: str, engine: object) -> None:
+    if not isinstance(engine, OffloadEngine):
+        raise TypeError(f"{op}: engine must be an OffloadEngine, got {type(engine).__name__}")
+
+
 class Embedding(OffloadedModule, nn.Embedding):
     """`fastemb.nn.Embedding` with its table in host memory.
 
@@ -159,7 +164,7 @@ class Embedding(OffloadedModule, nn.Embedding):
         table: its name in the engine.
 
     Raises:
-        As `fastemb.nn.Embedding` and `OffloadEngine.adopt`.
+        As `fastemb.nn.Embedding` and `OffloadEngine.adopt`; TypeError: ``engine`` is none.
     """
 
     def __init__(
@@ -176,6 +181,7 @@ class Embedding(OffloadedModule, nn.Embedding):
         table: str,
         output_dtype: torch.dtype | None = None,
     ) -> None:
+        _check_engine(type(self).__name__, engine)
         dtype = dtype or torch.get_default_dtype()
         weight, filled = engine.make_weight(table, num_embeddings, embedding_dim, dtype)
         super().__init__(
@@ -227,7 +233,7 @@ class EmbeddingBag(OffloadedModule, nn.EmbeddingBag):
         table: its name in the engine.
 
     Raises:
-        As `fastemb.nn.EmbeddingBag` and `OffloadEngine.adopt`.
+        As `fastemb.nn.EmbeddingBag` and `OffloadEngine.adopt`; TypeError: ``engine`` is none.
     """
 
     def __init__(
@@ -246,6 +252,7 @@ class EmbeddingBag(OffloadedModule, nn.EmbeddingBag):
         table: str,
         output_dtype: torch.dtype | None = None,
     ) -> None:
+        _check_engine(type(self).__name__, engine)
         dtype = dtype or torch.get_default_dtype()
         weight, filled = engine.make_weight(table, num_embeddings, embedding_dim, dtype)
         super().__init__(
