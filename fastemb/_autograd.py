@@ -13,14 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastemb._transforms import differentiates_here
+
 
 def register_autograd(
     library: torch.library.Library,
     name: str,
     backward: Callable[..., Any],
     setup_context: Callable[[Any, tuple[Any, ...], Any], None],
+    plain: Callable[..., Any],
 ) -> Callable[..., Any]:
     """``backward`` and ``setup_context`` are those of `torch.autograd.Function`.
+
+    ``plain`` is the operator in plain torch, for `torch.func` and forward-mode AD, which would not
+    see what happens below autograd.
 
     Returns:
         The operator as its autograd kernel, for calls that need nothing above it: no transform of
@@ -30,9 +36,10 @@ def register_autograd(
     apply = make_function(name, backward, setup_context).apply
 
     def kernel(*args: Any) -> Any:
-        if torch.is_grad_enabled() and any(
-            isinstance(arg, Tensor) and arg.requires_grad for arg in args
-        ):
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        if differentiates_here(*tensors):
+            return plain(*args)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return apply(*args)
         return below_autograd(*args)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._C import _functorch
 
-from fastemb import _ops, _row_queue
+from fastemb import _ops, _row_queue, _transforms
 from fastemb._autograd import make_function
 from fastemb._offloaded import HeldSlots
 
@@ -109,6 +109,11 @@ def _queue(
         raise RuntimeError(
             f"{ctx.op}: {_row_queue.named(weight, ctx.table)} has sparse='fused', whose gradient "
             "cannot be differentiated again (create_graph=True); use sparse=True"
+        )
+    if _transforms.differentiates(grad_output, per_sample_weights):
+        raise RuntimeError(
+            f"{ctx.op}: {_row_queue.named(weight, ctx.table)} has sparse='fused', whose gradient "
+            "has no tangent for forward-mode AD; use sparse=False"
         )
     _refuse_hooks(ctx.op, weight, ctx.table)
 

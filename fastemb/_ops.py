@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C import _functorch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fastemb import _reference
+from fastemb import _reference, _transforms
 from fastemb._autograd import register_autograd
 from fastemb._reference import accumulation_dtype
 from fastemb._sleeping import TABLES, KeptTable
@@ -150,7 +150,9 @@ def differentiate_embedding(
     return grad_weight, None, None, None, None, None, None
 
 
-embedding = register_autograd(LIBRARY, "embedding", differentiate_embedding, setup_embedding)
+embedding = register_autograd(
+    LIBRARY, "embedding", differentiate_embedding, setup_embedding, _transforms.embedding
+)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -248,7 +250,11 @@ def differentiate_embedding_bag(
 
 
 embedding_bag = register_autograd(
-    LIBRARY, "embedding_bag", differentiate_embedding_bag, setup_embedding_bag
+    LIBRARY,
+    "embedding_bag",
+    differentiate_embedding_bag,
+    setup_embedding_bag,
+    _transforms.embedding_bag,
 )
 
 
@@ -452,7 +458,9 @@ def _row_gradient_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None
     grad_grad_output = grad_per_sample = None
     if ctx.needs_input_grad[0]:
         if ctx.mode == "max":
-            grad_grad_output = winners(table, indices, offsets, argmax).to(grad_output.dtype)
+            grad_grad_output = _transforms.winners(table, indices, offsets, argmax).to(
+                grad_output.dtype
+            )
         else:
             grad_grad_output = _ops.embedding_bag(
                 table,
@@ -480,23 +488,12 @@ def _row_gradient_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None
     return grad_grad_output, None, None, grad_per_sample, *[None] * 13
 
 
-def winners(table: Tensor, indices: Tensor, offsets: Tensor | None, argmax: Tensor) -> Tensor:
-    """Elements of the table that argmax names, [num_bags, dim], 0 in an empty bag."""
-    num_bags = argmax.shape[0]
-    if offsets is None:
-        begin = torch.arange(num_bags, device=indices.device) * indices.shape[1]
-    else:
-        begin = offsets[:num_bags].to(torch.int64)
-    position = begin.unsqueeze(1) + argmax
-    if indices.numel() == 0:
-        return table.new_zeros(argmax.shape)
-    row = indices.reshape(-1)[position.clamp(min=0, max=indices.numel() - 1)].to(torch.int64)
-    there = argmax >= 0
-    return torch.where(there, table.gather(0, torch.where(there, row, 0)), 0)
-
-
 embedding_bag_backward = register_autograd(
-    LIBRARY, "embedding_bag_backward", _row_gradient_backward, _row_gradient_setup
+    LIBRARY,
+    "embedding_bag_backward",
+    _row_gradient_backward,
+    _row_gradient_setup,
+    _transforms.embedding_bag_backward,
 )
 
 
@@ -562,7 +559,11 @@ def _per_sample_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, 
 
 
 register_autograd(
-    LIBRARY, "embedding_bag_per_sample_weights_backward", _per_sample_backward, _per_sample_setup
+    LIBRARY,
+    "embedding_bag_per_sample_weights_backward",
+    _per_sample_backward,
+    _per_sample_setup,
+    _transforms.embedding_bag_per_sample_weights_backward,
 )
 
 

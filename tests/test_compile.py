@@ -92,6 +92,61 @@ def test_other_batch_sizes_need_no_other_graph() -> None:
             assert torch.equal(compiled(ids, offsets), module(ids, offsets))
 
 
+TABLE = torch.tensor([[0.5, -2, 1], [1.5, 3, -1], [-0.5, 2, 2.5], [4, -3, 0.25], [1, 0, 2]])
+FLAT = torch.tensor([2, 0, 2, 1, 3])
+OFFSETS = torch.tensor([0, 3, 3])
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    "lookup",
+    [
+        pytest.param(lambda w: functional.embedding(IDS, w, 1), id="embedding"),
+        *[
+            pytest.param(
+                lambda w, mode=mode, last=last: functional.embedding_bag(
+                    FLAT, w, OFFSETS, mode=mode, padding_idx=3, include_last_offset=last
+                ),
+                id=f"{mode}-{last}",
+            )
+            for mode, last in (("sum", True), ("mean", False), ("max", False))
+        ],
+        pytest.param(
+            lambda w: functional.embedding_bag(IDS, TABLE, per_sample_weights=w[:2]),
+            id="per_sample_weights",
+        ),
+    ],
+)
+def test_derivatives_of_torch_func_and_forward_mode(lookup: Any, backend: str) -> None:
+    def dual(weight: Tensor) -> Tensor:
+        with torch.autograd.forward_ad.dual_level():
+            output = lookup(torch.autograd.forward_ad.make_dual(weight, weight))
+            return torch.autograd.forward_ad.unpack_dual(output).tangent
+
+    def loss(weight: Tensor) -> Tensor:
+        return lookup(weight).square().sum()
+
+    def tangent(weight: Tensor) -> Tensor:
+        return torch.func.jvp(loss, (weight,), (weight,))[1]
+
+    for function in (dual, tangent, torch.func.grad(loss)):
+        expected = function(TABLE)
+        assert bool(expected.any())
+        compiled = torch.compile(function, backend=backend, fullgraph=True)
+        torch.testing.assert_close(compiled(TABLE), expected)
+
+
+@pytest.mark.parametrize("offsets", [[0, 9, 9], [0, 3, 2], [1, 3, 3]])
+def test_bad_offsets_of_derivatives(offsets: list[int]) -> None:
+    def loss(weight: Tensor, offsets: Tensor) -> Tensor:
+        return functional.embedding_bag(FLAT, weight, offsets).sum()
+
+    compiled = torch.compile(torch.func.grad(loss), backend="aot_eager")
+    compiled(TABLE, OFFSETS)
+    with pytest.raises(RuntimeError, match="embedding_bag: offsets must begin with 0, not fall"):
+        compiled(TABLE, torch.tensor(offsets))
+
+
 @pytest.mark.slow
 def test_inductor() -> None:
     model = nn.Sequential(fnn.EmbeddingBag(5, 4, mode="mean"), nn.Linear(4, 2), nn.ReLU())

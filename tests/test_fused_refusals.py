@@ -173,6 +173,15 @@ def test_backward_with_inputs() -> None:
     assert samples.grad is not None
 
 
+def test_forward_mode() -> None:
+    module, one = bag(), torch.ones(DIM)
+    with torch.autograd.forward_ad.dual_level():
+        loss = (module(IDS) * torch.autograd.forward_ad.make_dual(one, one)).sum()
+        with pytest.raises(RuntimeError, match=r"table 'user' .* has no tangent"):
+            loss.backward()
+    assert waiting(module) == 0
+
+
 def test_second_derivatives() -> None:
     module = bag()
     with pytest.raises(RuntimeError, match=r"embedding_bag: table 'user' .* \(create_graph=True\)"):

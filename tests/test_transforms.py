@@ -65,6 +65,27 @@ def test_derivatives(lookup: Callable[[Tensor], Tensor], x: Tensor) -> None:
 
 
 @lookups
+def test_tangents_of_the_backward(lookup: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """A backward is linear in what comes down; forward mode may differentiate it by that."""
+    x = x.clone().requires_grad_()
+    output = lookup(x)
+    down = torch.linspace(-1, 3, output.numel(), dtype=x.dtype).view_as(output)
+    (expected,) = torch.autograd.grad(output, x, down, retain_graph=True)
+    assert bool(expected.any())
+
+    def backward(down: Tensor, create_graph: bool = False) -> Tensor:
+        return torch.autograd.grad(output, x, down, True, create_graph)[0]
+
+    with torch.autograd.forward_ad.dual_level():
+        dual = backward(torch.autograd.forward_ad.make_dual(torch.ones_like(down), down))
+        assert_close(torch.autograd.forward_ad.unpack_dual(dual).tangent, expected)
+    assert_close(jvp(backward, (torch.ones_like(down),), (down,))[1], expected)
+    _, forward = jvp(lookup, (x.detach(),), (expected,))
+    got = grad(lambda down: (backward(down, create_graph=True) * expected).sum())(down)
+    assert_close(got, forward)
+
+
+@lookups
 def test_second_derivatives(lookup: Callable[[Tensor], Tensor], x: Tensor) -> None:
     def cubes(x: Tensor) -> Tensor:
         return lookup(x).pow(3).sum()
