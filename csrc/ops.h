@@ -208,7 +208,7 @@ struct RowStep {
 };
 
 // bc1 = 1 - beta1^t, bc2 = 1 - beta2^t, t = step, or the row's own count of updates, this one included.
-//   m += (g - m) * (1 - beta1);  v += (g * g - v) * (1 - beta2);  u = max_exp_avg_sq ? (its new maximum) : v
+//   m = beta1 * m + (1 - beta1) * g;  v = beta2 * v + (1 - beta2) * g * g;  u = max_exp_avg_sq ? (its new maximum) : v
 //   corrected_denominator (Adam):        p = p * f - (lr / bc1) * (m / (sqrt(u) / sqrt(bc2) + eps))
 //   otherwise (torch's SparseAdam):      p = p * f - (lr * sqrt(bc2) / bc1) * (m / (sqrt(u) + eps))
 //   f = (1 - lr * weight_decay)^k when decoupled, k = row_step ? step - row_step[row] : 1; no multiplication otherwise.

@@ -61,8 +61,8 @@ def row_adam_catch_up_(
         grad = torch.zeros_like(value)
         if not decoupled:
             grad = value * r.scalar(weight_decay)
-        next_m = m + (grad - m) * r.scalar(1.0 - beta1)
-        next_v = v + (grad * grad - v) * r.scalar(1.0 - beta2)
+        next_m = m * r.scalar(beta1) + grad * r.scalar(1.0 - beta1)
+        next_v = v * r.scalar(beta2) + grad * r.scalar(1.0 - beta2) * grad
         root = square_root(next_v if largest is None else larger(largest, next_v))
         update = next_m / (root / at[ROOT].to(r.acc) + r.scalar(eps)) * at[RATE].to(r.acc)
         slept = (last < s).unsqueeze(1)

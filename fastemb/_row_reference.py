@@ -240,8 +240,8 @@ def row_adam_(
         r.add_weight_decay()
     moments = [exp_avg.view(param.shape), exp_avg_sq.view(param.shape)]
     m, v = (moment[r.index].to(r.acc) for moment in moments)
-    m = m + (r.grad - m) * r.scalar(1.0 - beta1)
-    v = v + (r.grad * r.grad - v) * r.scalar(1.0 - beta2)
+    m = m * r.scalar(beta1) + r.grad * r.scalar(1.0 - beta1)
+    v = v * r.scalar(beta2) + r.grad * r.scalar(1.0 - beta2) * r.grad
     new = [m, v]
     if max_exp_avg_sq is not None:
         moments.append(max_exp_avg_sq.view(param.shape))

@@ -213,8 +213,8 @@ class Model:
         m, v = self._state("exp_avg"), self._state("exp_avg_sq")
         assert m is not None
         assert v is not None
-        m = m + (self.grad - m) * self._scalar(1 - beta1)
-        v = v + (self.grad.squared() - v) * self._scalar(1 - beta2)
+        m = m * self._scalar(beta1) + self.grad * self._scalar(1 - beta1)
+        v = v * self._scalar(beta2) + self.grad.squared() * self._scalar(1 - beta2)
         self.states.update(exp_avg=m, exp_avg_sq=v)
         largest = self._state("max_exp_avg_sq")
         if largest is not None:

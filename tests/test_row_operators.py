@@ -233,6 +233,38 @@ def test_within_two_ulp_of_float64(backend: Backend, op: str, step: int) -> None
         assert small.mean() > (0.8 if lr < 0.1 else 0.01)
 
 
+@pytest.mark.parametrize(
+    ("betas", "old", "grad", "first", "second"),
+    [
+        ((0.0, 0.0), 1e3, 0.1, 0.1, 0.01),  # what is forgotten must not hide what comes
+        ((0.9, 0.0), 1e3, 0.1, 900.01, 0.01),
+        ((0.9, 0.999), 1e25, 1.0, 9e24, math.inf),  # the square has overflowed before, as in torch
+        ((0.9, 0.999), 0.0, 1e20, 1e19, 1e37),  # its own square would, but not what is kept of it
+    ],
+)
+def test_gradients_of_another_size_than_the_moments(
+    backend: Backend,
+    betas: tuple[float, float],
+    old: float,
+    grad: float,
+    first: float,
+    second: float,
+) -> None:
+    case = make("row_adam_", torch.float32, (3, 37), step=number(1000), lr=0.01)
+    case = replace(
+        case,
+        grad=torch.full_like(case.grad, grad),
+        states={"exp_avg": case.grad * 0 + old, "exp_avg_sq": (case.grad * 0 + old).square()},
+        options={"beta1": betas[0], "beta2": betas[1]},
+    )
+    got = case.run(backend.ops, backend.device)
+    bias = [1 - beta**1000 for beta in betas]
+    want = case.param - 0.01 * (first / bias[0]) / math.sqrt(second / bias[1])
+    for name, value in (("exp_avg", first), ("exp_avg_sq", second)):
+        torch.testing.assert_close(got[name], torch.full_like(got[name], value))
+    torch.testing.assert_close(got["param"], want)
+
+
 def ulp(x: Array) -> Array:
     return np.spacing(x.astype(np.float32)).astype(np.float64)
 

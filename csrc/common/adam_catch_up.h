@@ -59,6 +59,8 @@ struct AdamCatchUp {
   FE_FUNCTION V penalised(const RowAdamCatchUp& p, int64_t last, int64_t t, V param, V& exp_avg, V& exp_avg_sq,
                           V* largest) {
     AdamRule<A> rule{};
+    rule.beta1 = static_cast<A>(p.beta1);
+    rule.beta2 = static_cast<A>(p.beta2);
     rule.rate1 = static_cast<A>(1.0 - p.beta1);
     rule.rate2 = static_cast<A>(1.0 - p.beta2);
     rule.eps = static_cast<A>(p.eps);

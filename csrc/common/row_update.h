@@ -53,6 +53,7 @@ struct GradientRule {
 
 template <typename A>
 struct AdamRule {
+  A beta1, beta2;
   A rate1, rate2;  // 1 - beta
   A step_size, root_scale, eps, keep;
   bool scale_root, decay;
@@ -64,6 +65,8 @@ struct AdamRule {
     const double root2 = square_root(1.0 - integer_power(p.beta2, t));
     const bool decay = p.decoupled && p.rows.weight_decay != 0.0;
     AdamRule rule;
+    rule.beta1 = static_cast<A>(p.beta1);
+    rule.beta2 = static_cast<A>(p.beta2);
     rule.rate1 = static_cast<A>(1.0 - p.beta1);
     rule.rate2 = static_cast<A>(1.0 - p.beta2);
     rule.step_size = static_cast<A>(p.corrected_denominator ? lr / bc1 : lr * root2 / bc1);
@@ -76,10 +79,13 @@ struct AdamRule {
   }
 
   // Moments are updated in place; largest is null without amsgrad. Returns the new parameter.
+  //
+  // Not m + (g - m) * rate: the difference loses a g that is far smaller than m, and is NaN where v is infinite.
+  // v * beta2 + (g * rate2) * g overflows where torch's dense kernels do, with g * g it would do so earlier.
   template <typename V>
   FE_FUNCTION V apply(const AdamRule& rule, V grad, V param, V& exp_avg, V& exp_avg_sq, V* largest) {
-    exp_avg = exp_avg + (grad - exp_avg) * rule.rate1;
-    exp_avg_sq = exp_avg_sq + (grad * grad - exp_avg_sq) * rule.rate2;
+    exp_avg = exp_avg * rule.beta1 + grad * rule.rate1;
+    exp_avg_sq = exp_avg_sq * rule.beta2 + grad * rule.rate2 * grad;
     V second = exp_avg_sq;
     if (largest != nullptr) second = *largest = larger(*largest, exp_avg_sq);
     V root = square_root(second);

@@ -34,7 +34,8 @@ class Adam(LazyAdam):
     formula of `torch.optim.SparseAdam`:
 
     .. math::
-        m \leftarrow m + (1 - \beta_1)(g - m) \qquad v \leftarrow v + (1 - \beta_2)(g^2 - v) \qquad
+        m \leftarrow \beta_1 m + (1 - \beta_1) g \qquad
+        v \leftarrow \beta_2 v + (1 - \beta_2) g^2 \qquad
         p \leftarrow p - \mathrm{lr} \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t}
         \frac{m}{\sqrt{v} + \epsilon}
 

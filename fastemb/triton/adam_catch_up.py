@@ -110,6 +110,8 @@ def penalised(
     m,
     v,
     largest,
+    beta1,
+    beta2,
     rate1,
     rate2,
     eps,
@@ -124,7 +126,7 @@ def penalised(
         done += 1
         slot = tl.where(slot + 1 == capacity, 0, slot + 1)
         next_m, next_v, next_largest = adam_moments(
-            value * weight_decay, m, v, largest, rate1, rate2, AMSGRAD
+            value * weight_decay, m, v, largest, beta1, beta2, rate1, rate2, AMSGRAD
         )
         factor = recorded(history, slot, _RATE, ACC)
         divisor = recorded(history, slot, _ROOT, ACC)
@@ -211,6 +213,8 @@ def adam_catch_up_kernel(
                 m,
                 v,
                 largest,
+                in_double(beta1).to(ACC),
+                in_double(beta2).to(ACC),
                 rate1,
                 rate2,
                 small,

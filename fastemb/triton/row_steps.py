@@ -78,10 +78,10 @@ def adam_scalars(
 
 
 @triton.jit
-def adam_moments(g, m, v, largest, rate1, rate2, AMSGRAD: tl.constexpr):
+def adam_moments(g, m, v, largest, beta1, beta2, rate1, rate2, AMSGRAD: tl.constexpr):
     """After gradient g; the third is what to divide by the root of."""
-    m += (g - m) * rate1
-    v += (g * g - v) * rate2
+    m = m * beta1 + g * rate1
+    v = v * beta2 + g * rate2 * g
     if AMSGRAD:
         # A NaN wins over every number.
         largest = tl.where((largest > v) | (largest != largest), largest, v)
@@ -156,6 +156,7 @@ def elementwise_step_kernel(
             rate, beta1, beta2, number, number, CORRECTED_DENOMINATOR, ACC
         )
         rate1, rate2 = (1.0 - beta1).to(ACC), (1.0 - beta2).to(ACC)
+        keep1, keep2 = beta1.to(ACC), beta2.to(ACC)
         eps = in_double(hyper3).to(ACC)
     elif RULE == ADAGRAD:
         clr = (rate / (1.0 + (number - 1).to(tl.float64) * in_double(hyper1))).to(ACC)
@@ -196,7 +197,9 @@ def elementwise_step_kernel(
             largest = v
             if state3 is not None:
                 largest = load_moment(state3, at_state, mask, ACC)
-            m, v, largest = adam_moments(g, m, v, largest, rate1, rate2, state3 is not None)
+            m, v, largest = adam_moments(
+                g, m, v, largest, keep1, keep2, rate1, rate2, state3 is not None
+            )
             store_moment(state1, at_state, m, mask)
             store_moment(state2, at_state, v, mask)
             if state3 is not None:
