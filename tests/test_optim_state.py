@@ -413,6 +413,8 @@ WRONG: list[tuple[type, dict[str, Any], type[Exception], str]] = [
     (optim.Adam, {"lr": torch.tensor(0.1), "foreach": True}, ValueError, "lr must be a float"),
     (optim.Adam, {"betas": (1.0, 0.9)}, ValueError, r"betas\[0\] must be < 1, got 1\.0"),
     (optim.Adam, {"betas": (0.9, -0.1)}, ValueError, r"betas\[1\] must be >= 0, got -0\.1"),
+    (optim.Adam, {"lr": "1e-3"}, TypeError, "Adam: lr must be a number >= 0, got '1e-3'"),
+    (optim.Adam, {"betas": (0.9, "0.9")}, TypeError, r"betas\[1\] must be a number >= 0"),
     (optim.Adam, {"betas": 0.9}, ValueError, "betas must be 2 numbers, got 0.9"),
     (optim.AdamW, {"eps": -1}, ValueError, "AdamW: eps must be >= 0, got -1"),
     (optim.Adam, {"weight_decay": -0.1}, ValueError, "weight_decay must be >= 0"),
@@ -452,6 +454,60 @@ def test_options_out_of_range(
     with pytest.raises(error, match=message):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], **options})
     assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "error", "message"),
+    [
+        *(case for case in WRONG if "lr" not in case[1]),
+        (optim.Adam, {"lr": "1e-3"}, TypeError, "Adam: lr must be a number .*'1e-3'"),
+        (optim.SGD, {"lr": float("nan")}, ValueError, "SGD: lr must be .*nan"),
+        (optim.AdamW, {"lazy": "exact", "decay": "touched"}, ValueError, "decay must be left"),
+        (optim.Adam, {"lazy": "some"}, ValueError, "lazy must be 'rows' or 'exact'"),
+    ],
+)
+def test_options_edited_out_of_range(
+    cls: type, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    """Also in the last group, before anything is updated; mended, the step is made."""
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = cls([{"params": [first]}, {"params": [second]}])
+    group = optimizer.param_groups[1]
+    kept = dict(group)
+    first.grad = torch.ones(2)
+    before = snapshot(optimizer)
+    group.update(options)
+    with pytest.raises(error, match=message):
+        optimizer.step()
+    assert snapshot(optimizer) == before
+    group.update(kept)
+    optimizer.step()
+    assert snapshot(optimizer) != before
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("lr", [0.0, torch.tensor(0.0), -1.0])
+def test_learning_rates_on_a_schedule(cls: type[optim.Adam], lr: float | Tensor) -> None:
+    """The constructor refuses 0 for SparseAdam, and what is negative."""
+    p = nn.Parameter(torch.ones(2))
+    optimizer = cls([p])
+    optimizer.param_groups[0]["lr"] = lr
+    p.grad = torch.ones(2)
+    optimizer.step()
+    assert bool((p == 1).all()) == (lr == 0)
+
+
+def test_edited_options_on_a_device_are_not_waited_for() -> None:
+    from fastemb.optim._options import at_hand
+
+    elsewhere = torch.tensor(0.1, device="meta")
+    for option in (elsewhere, (0.9, elsewhere), [elsewhere, 0.9]):
+        assert all(
+            not isinstance(v, Tensor) or v.is_cpu
+            for v in torch.utils._pytree.tree_leaves(at_hand(option))
+        )
+    assert at_hand(0.5) == 0.5
+    assert at_hand("x") == "x"
 
 
 @pytest.mark.parametrize(

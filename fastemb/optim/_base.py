@@ -142,6 +142,7 @@ class RowOptimizer(StatefulOptimizer):
             The loss of ``closure``, else None.
 
         Raises:
+            ValueError, TypeError: an option was edited to what the constructor refuses.
             ValueError: a sparse gradient that is not one of rows, or a table with a sparse
                 gradient whose rows are not contiguous.
             IndexError: a row of a sparse gradient outside its table, on the CPU.
@@ -157,7 +158,7 @@ class RowOptimizer(StatefulOptimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.set_grad_enabled(self.defaults.get("differentiable", False)):
-            self._check_gradients()
+            self._check_step()
             scaling = StepScaling(
                 getattr(self, "grad_scale", None),
                 getattr(self, "found_inf", None),
@@ -174,13 +175,14 @@ class RowOptimizer(StatefulOptimizer):
                     self._offload.end()
         return loss
 
-    def _check_gradients(self) -> None:
-        """Refuse gradients that cannot be applied, before any is.
+    def _check_step(self) -> None:
+        """Refuse options and gradients that cannot be applied, before any is.
 
         Then have the records of offloaded tables hold what the step needs.
         """
         tables = []
         for group in self.param_groups:
+            self._check_group(group)
             for param in group["params"]:
                 queue = _row_queue.waiting(param)
                 if queue is not None:

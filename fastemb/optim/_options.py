@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 # Options of a param group, or the defaults of all groups.
@@ -19,16 +20,27 @@ def require_number(
 ) -> None:
     """Raise unless ``value`` is a number, or a tensor of one, from ``low`` on (or above it)."""
     bound = f"> {low:g}" if open_low else f">= {low:g}"
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise option_error(op, f"{name} must have 1 element", f"shape {tuple(value.shape)}")
-    else:
-        try:
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise option_error(op, f"{name} must have 1 element", f"shape {tuple(value.shape)}")
+    try:
+        inside = value > low if open_low else value >= low  # not for "1e-3", which float() takes
+        if not isinstance(value, Tensor):
             float(value)
-        except (TypeError, ValueError):
-            raise TypeError(f"{op}: {name} must be a number {bound}, got {value!r}") from None
-    if not (value > low if open_low else value >= low):
+    except (TypeError, ValueError):
+        raise TypeError(f"{op}: {name} must be a number {bound}, got {value!r}") from None
+    if not inside:
         raise option_error(op, f"{name} must be {bound}", value)
+
+
+_IN_BOUNDS = torch.tensor(0.5, device="cpu")
+
+
+def at_hand(value: Any) -> Any:
+    """An option, or one inside all bounds in place of a tensor that would be waited for."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(at_hand, value))
+    elsewhere = isinstance(value, Tensor) and value.device.type != "cpu"
+    return _IN_BOUNDS if elsewhere and value.numel() == 1 else value
 
 
 def check_options(op: str, options: Options, decays: tuple[str, ...]) -> None:

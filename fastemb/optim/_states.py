@@ -16,7 +16,7 @@ from fastemb._memory import advise_huge_pages
 from fastemb._offloaded import RowState
 from fastemb._reference import accumulation_dtype
 from fastemb._row_queue import drop
-from fastemb.optim._options import Options, check_options, option_error, require_number
+from fastemb.optim._options import Options, at_hand, check_options, option_error, require_number
 
 if TYPE_CHECKING:
     from fastemb.offload._dense import DenseOffload, HostStates
@@ -156,6 +156,18 @@ class StatefulOptimizer(torch.optim.Optimizer):
             for name in ("capturable", "differentiable"):
                 if options.get(name):
                     raise self._error(f"{name} must be False with offload=", options[name])
+
+    def _check_group(self, group: Options) -> None:
+        """Raise for options that were edited, or loaded, and that the constructor would refuse.
+
+        Nothing on a device is waited for. A schedule may pass through learning rates that are none
+        to begin with, such as 0.
+        """
+        options = {name: at_hand(group[name]) for name in self.defaults}
+        self._require_number(options, "lr", float("-inf"))
+        lr = options["lr"]
+        options["lr"] = torch.ones_like(lr) if isinstance(lr, Tensor) else 1.0
+        self._check_options(options)
 
     def _require_number(
         self, options: Options, name: str, low: float = 0.0, *, open_low: bool = False
