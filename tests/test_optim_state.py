@@ -259,6 +259,18 @@ def test_step_of_a_loaded_state_is_one_number() -> None:
         optimizer.load_state_dict(state_dict)
 
 
+@pytest.mark.parametrize("cls", CLASSES)
+def test_states_of_a_replaced_parameter_are_not_saved(cls: type[optim.Adam]) -> None:
+    old, new = (nn.Parameter(torch.ones(4, 3, dtype=torch.bfloat16)) for _ in range(2))
+    optimizer = cls([old])
+    train(optimizer, 0)
+    optimizer.param_groups[0]["params"] = [new]
+    with pytest.raises(RuntimeError, match=rf"{cls.__name__}: .*\(4, 3\) .* removed or replaced"):
+        optimizer.state_dict()
+    optimizer.state[new] = optimizer.state.pop(old)
+    assert optimizer.state_dict()["state"].keys() == {0}
+
+
 def test_hooks_of_load_state_dict_see_tensors() -> None:
     p = nn.Parameter(torch.ones(2))
     optimizer = optim.Adam([p])

@@ -278,9 +278,18 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """As torch's; states of offloaded tables are brought up to date, and copied.
 
         Raises:
-            RuntimeError: another optimizer has taken over an offloaded table.
+            RuntimeError: a parameter with a state is in no group any more; another optimizer has
+                taken over an offloaded table.
             IntegrityError: records of one are wrong.
         """
+        grouped = set(map(id, chain.from_iterable(group["params"] for group in self.param_groups)))
+        for param in self.state:
+            if isinstance(param, Tensor) and id(param) not in grouped:
+                raise RuntimeError(
+                    f"{type(self).__name__}: a parameter of shape {tuple(param.shape)} has a state "
+                    "and must be in a group, but was removed or replaced; delete its entry in "
+                    "optimizer.state, or give it to the parameter in its place"
+                )
         offloaded = self._offloaded_states()
         state_dict = super().state_dict()
         params = chain.from_iterable(group["params"] for group in self.param_groups)
