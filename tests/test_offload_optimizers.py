@@ -353,3 +353,32 @@ def test_tables_and_layers_are_loaded_apart(tables_first: bool) -> None:
         engine.load_state_dict(tables)
     train_case(case, model, optimizer, data[4:])
     assert saved(model, optimizer) == want
+
+
+def test_rows_that_have_slept_are_offloaded() -> None:
+    case = Case(optimizer="AdamW", options={"lazy": "exact"})
+    data = case.batches()
+
+    def run(engine: OffloadEngine | None) -> Any:
+        model, optimizer = build(case, None)
+        train_case(case, model, optimizer, data)
+        fastemb.convert(model, sparse="fused", offload=engine)
+        optimizer.param_groups[0]["lazy"] = "rows"
+        train_case(case, model, optimizer, data)
+        return saved(model, optimizer)
+
+    assert run(new_engine(cache=18)) == run(None)
+
+
+def test_states_of_adagrad_that_are_thrown_away() -> None:
+    """They are there from the beginning, but not after that."""
+    case = Case(optimizer="Adagrad")
+
+    def run(engine: OffloadEngine | None) -> Any:
+        model, optimizer = build(case, engine)
+        optimizer.state.clear()
+        seen = [saved(model, optimizer)]
+        train_case(case, model, optimizer, case.batches())
+        return [*seen, saved(model, optimizer)]
+
+    assert run(new_engine(cache=18)) == run(None)

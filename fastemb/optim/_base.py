@@ -84,6 +84,14 @@ class RowCall(NamedTuple):
         return self.common[8]
 
 
+class Offloaded(NamedTuple):
+    """A table with a gradient, and what there is of it here."""
+
+    table: _offloaded.OffloadedTable
+    param: Tensor
+    group: Options
+
+
 class RowOptimizer(StatefulOptimizer):
     """Base of the optimizers for dense and row-sparse gradients, in any floating dtype.
 
@@ -204,7 +212,7 @@ class RowOptimizer(StatefulOptimizer):
                 if table is not None:
                     self._check_offloaded(table, param, group)
                     table.check_usable(self, state.get("step"))
-                    tables.append((table, param, group))
+                    tables.append(Offloaded(table, param, group))
         self._bind_offloaded(tables)
 
     def _check_shapes(self, param: Tensor, queue: RowQueue | None, state: State) -> None:
@@ -265,9 +273,7 @@ class RowOptimizer(StatefulOptimizer):
                 "applied; call zero_grad()"
             )
 
-    def _bind_offloaded(
-        self, tables: Sequence[tuple[_offloaded.OffloadedTable, Tensor, Options]]
-    ) -> None:
+    def _bind_offloaded(self, tables: Sequence[Offloaded]) -> None:
         """Have the records hold what the step needs, and the states show them."""
         bound = []
         for table, param, group in tables:
@@ -283,8 +289,10 @@ class RowOptimizer(StatefulOptimizer):
                 table.flush()  # may refuse, while nothing is changed
         for table, param, wanted, state in bound:
             state |= table.bind(self, wanted, state)
-            self.state[param].clear()
-            self.state[param].update(state)
+            own = self.state[param]
+            own.update(state)
+            for name in own.keys() - state.keys():
+                del own[name]
 
     def _check_queue(self, param: Tensor, queue: RowQueue) -> None:
         op = type(self).__name__

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from fastemb.optim._base import RowCall, RowOptimizer, Update, seed_of
+from fastemb.optim._base import Offloaded, RowCall, RowOptimizer, Update, seed_of
 from fastemb.optim._exact import Rule, all_sleepers_of, link, refuse_capture, sleepers_of
 from fastemb.optim._options import Options, require_number
 from fastemb.optim._states import ROW_COUNTERS, State
@@ -164,13 +165,22 @@ class LazyAdam(AdamRows):
         if sparse and group.get("lazy") is None:
             _warn_of_rows(type(self).__name__)
         if not _is_exact(group):
-            sleepers = sleepers_of(self, param)
-            if sleepers is not None:  # lazy was "exact" until now
-                sleepers.retire()
+            self._end_sleep(param)
         super()._prepare(param, group, state, sparse=sparse)
         if sparse and _is_exact(group) and sleepers_of(self, param) is None:
             self._add_counter(param, state, "row_step")
             link(self, param, state, _rule(group))
+
+    def _bind_offloaded(self, tables: Sequence[Offloaded]) -> None:
+        for _, param, _ in tables:
+            self._end_sleep(param)  # as `fastemb.convert` has woken all rows
+        super()._bind_offloaded(tables)
+
+    def _end_sleep(self, param: Tensor) -> None:
+        """Where ``lazy`` was "exact" until now."""
+        sleepers = sleepers_of(self, param)
+        if sleepers is not None:
+            sleepers.retire()
 
     def _step_rows(self, group: Options, update: Update) -> None:
         sleepers = sleepers_of(self, update.param)

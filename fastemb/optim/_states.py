@@ -309,13 +309,14 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 table.check_served(self)
                 table.flush()
                 state = self._state_of(table, param, group)
-                state = _copied(state) if state else self._first_state(param, group)
                 if state:
-                    offloaded[param] = state
+                    offloaded[param] = _copied(state)
+                elif param in self.state:
+                    offloaded[param] = self._first_state(param, group)
         return offloaded
 
     def _first_state(self, param: Tensor, group: Options) -> State:
-        """What the state of a parameter is before its first step."""
+        """What the state of a parameter is before its first step, if it is there already."""
         return {}
 
     def _state_of(self, table: _offloaded.OffloadedTable, param: Tensor, group: Options) -> State:

@@ -34,9 +34,9 @@ class _AdagradBase(RowOptimizer):
         super().__init__(params, defaults, offload)
         for group in self.param_groups:
             for param in group["params"]:
-                # An offloaded table may be another optimizer's until the first step.
-                here = id(param) not in _offloaded.TABLES
-                if here and (is_trainable(param) or param.is_complex()):
+                if id(param) in _offloaded.TABLES:
+                    self.state[param] = {}  # the records may be another's until the first step
+                elif is_trainable(param) or param.is_complex():
                     self.state[param] = self._first_state(param, group)
 
     def _first_state(self, param: Tensor, group: Options) -> State:
@@ -47,7 +47,8 @@ class _AdagradBase(RowOptimizer):
     def share_memory(self) -> None:
         """Move the accumulators to shared memory, for training in several processes."""
         for state in self.state.values():
-            state["sum"].share_memory_()
+            if "sum" in state:
+                state["sum"].share_memory_()
 
     def _check_options(self, options: Options) -> None:
         super()._check_options(options)
