@@ -23,7 +23,8 @@ class TrainedTable(StoredTable):
         if optimizer in self._retired:
             raise RuntimeError(
                 f"table {self.name!r}: another optimizer has trained it since, and its states "
-                f"have begun anew; this {type(optimizer).__name__} can no longer train it"
+                f"have begun anew; this {type(optimizer).__name__} can no longer train it, "
+                "nor save its states"
             )
 
     def check_usable(self, optimizer: object, step: Tensor | None = None) -> None:
@@ -90,21 +91,27 @@ class TrainedTable(StoredTable):
     ) -> dict[str, Tensor]:
         if self.holds(states, given):
             self._states = tuple(states)
+            self._serve(optimizer, given["step"])
         else:
-            self._rewrite(tuple(states), given)
+            self._rewrite(optimizer, tuple(states), given)
+        return self.host_states()
+
+    def _serve(self, optimizer: object, step: Tensor) -> None:
         if self._has_states_of_another(optimizer):
             self._retired.add(self._owner())
         self._optimizer = weakref.ref(optimizer)
-        self._step = given["step"]
+        self._step = step
         self._restored = None
-        return self.host_states()
 
-    def _rewrite(self, states: tuple[RowState, ...], given: Mapping[str, Tensor]) -> None:
+    def _rewrite(
+        self, optimizer: object, states: tuple[RowState, ...], given: Mapping[str, Tensor]
+    ) -> None:
         self.flush()
         views = self.host_states()
         there = {s.name: given[s.name] for s in states if given.get(s.name) is not None}
         kept = {n for n, value in there.items() if n in views and _shows(value, views[n])}
         rebuilt = self._make_room(states, kept, float(given["step"]))
+        self._serve(optimizer, given["step"])  # the other's are lost from here on
         views, written = self.host_states(), there.keys() - kept
         if rebuilt and not written:
             return

@@ -463,7 +463,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     ) -> State:
         """The same for an offloaded table, whose records take what a step needs."""
         wanted = self._row_states(param, group)
-        values = {name: getattr(value, "value", value) for name, value in state.items()}
+        values = {n: v.value if isinstance(v, _Hidden) else v for n, v in state.items()}
         given: State = {}
         for row_state in wanted:  # without another copy of so much
             value = values.get(row_state.name)
