@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fastemb._convert_report import display
+from fastemb._fused import has_hooks
 from fastemb.nn import Embedding, EmbeddingBag
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def adopt(
     try:
         for name, module in chosen.items():
             weight = module.weight
-            if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+            if has_hooks(weight):
                 raise ValueError(
                     f"convert: the weight of {display(name)} has hooks, but an offloaded table has "
                     "no gradient to call them with; remove them"

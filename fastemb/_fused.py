@@ -73,8 +73,29 @@ class Hold:
         return slots
 
 
+class DenseGradientHook:
+    """A hook for what is accumulated in ``.grad``, that misses nothing where there is no ``.grad``.
+
+    Args:
+        call: with the parameter.
+    """
+
+    def __init__(self, call: Callable[[Tensor], None]) -> None:
+        self._call = call
+
+    def __call__(self, param: Tensor) -> None:
+        self._call(param)
+
+
+def has_hooks(weight: Tensor) -> bool:
+    """Whether somebody waits for its gradients, also for those that never come into ``.grad``."""
+    after = (weight._post_accumulate_grad_hooks or {}).values()
+    ours = all(isinstance(hook, DenseGradientHook) for hook in after)
+    return bool(weight._backward_hooks) or not ours
+
+
 def _refuse_hooks(op: str, weight: Tensor, table: str) -> None:
-    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+    if has_hooks(weight):
         raise RuntimeError(
             f"{op}: the weight of {_row_queue.named(weight, table)} has hooks, but with "
             "sparse='fused' there is no gradient to call them with; remove them, or use sparse=True"

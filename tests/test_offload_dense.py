@@ -8,6 +8,7 @@ import io
 import pickle
 import threading
 import time
+import warnings
 import weakref
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 import fastemb
 from fastemb import optim
-from fastemb.offload import HostStates
+from fastemb.offload import HostStates, OffloadEngine
 from fastemb.offload._lanes import Lane
 
 pytestmark = [
@@ -347,6 +348,74 @@ def test_add_param_group() -> None:
     assert runs[0] == runs[1]
 
 
+def test_groups_that_are_edited() -> None:
+    """Parameters that are appended to a group, replaced in it, and taken out of it."""
+    runs = []
+    for offload in (None, SMALL):
+        model, more = linear(), linear(seed=1)
+        optimizer = optim.Adam(model.named_parameters(), lr=0.1, offload=offload)
+        params = optimizer.param_groups[0]["params"]
+        for step in range(8):
+            if step == 2:
+                params.append(more.weight)
+            if step == 4:
+                model.weight = nn.Parameter(model.weight.detach() * 0.5)
+                params[0] = model.weight
+            if step == 6:
+                optimizer.add_param_group({"params": [("bias of more", more.bias)]})
+            if step == 7:
+                params.pop()
+            optimizer.zero_grad()
+            more.zero_grad()
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(3, 6, generator=generator)
+            (model(x).square() + more(x).square()).sum().backward()
+            optimizer.step()
+        runs.append((snapshot(optimizer), bits(more.weight)))
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("name", ["Adam", "SGD", "SGD momentum", "Adagrad"])
+def test_a_parameter_that_is_there_twice(name: str) -> None:
+    cls, options = OPTIMIZERS[name]
+    runs = []
+    for offload in (None, HostStates(chunk_bytes=16, lane=slow("deliver", 0.002))):
+        model = linear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch warns of it
+            optimizer = cls([model.weight, model.bias, model.weight], offload=offload, **options)
+        for step in range(4):
+            set_gradients(model, step)
+            optimizer.step()
+        runs.append(snapshot(optimizer))
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("how", ["fused", "offload"])
+def test_a_table_is_converted_after_steps_with_dense_gradients(how: str) -> None:
+    runs = []
+    for offload in (None, SMALL):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(5, 3))
+        fastemb.convert(model, sparse=False)
+        optimizer = optim.Adam(model.parameters(), lr=0.1, lazy="rows", offload=offload)
+        for step in range(6):
+            if step == 3:
+                optimizer.zero_grad()
+                engine = OffloadEngine(device="cpu", cache=5)
+                options = {"offload": engine} if how == "offload" else {"sparse": "fused"}
+                fastemb.convert(model, **options)  # type: ignore[arg-type]
+            optimizer.zero_grad()
+            model(torch.tensor([step % 5, 1])).square().sum().backward()
+            optimizer.step()
+        model.state_dict()
+        runs.append(snapshot(optimizer))
+        model[0].weight.register_post_accumulate_grad_hook(lambda param: None)
+        with pytest.raises(RuntimeError, match="has hooks"):
+            model(torch.tensor([1]))
+    assert runs[0] == runs[1]
+
+
 def test_parameters_freeze_and_thaw() -> None:
     runs = []
     for offload in (None, SMALL):
@@ -532,6 +601,24 @@ def test_an_abandoned_batch_does_not_pile_up() -> None:
     optimizer.step()
     assert sum(grad() is not None for grad in grads) <= 1
     assert sum(carry == ("collect", 30) for carry in carried) <= 2
+
+
+def test_parameters_that_have_left_are_freed() -> None:
+    stays, leaves = linear(), linear(seed=1)
+    optimizer = optim.Adam([{"params": stays.parameters()}, {"params": leaves.parameters()}],
+                           offload=SMALL)  # fmt: skip
+    for model in (stays, leaves):
+        set_gradients(model, 0)
+    optimizer.step()
+    for param in optimizer.param_groups.pop()["params"]:
+        del optimizer.state[param]
+    optimizer.step()
+    assert not leaves.weight._post_accumulate_grad_hooks
+    assert stays.weight._post_accumulate_grad_hooks
+    gone = [weakref.ref(leaves.weight), weakref.ref(leaves.bias)]
+    del leaves, model, param
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
 
 
 def test_everything_goes_with_the_optimizer() -> None:

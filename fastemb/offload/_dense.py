@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from fastemb import _row_queue
+from fastemb._fused import DenseGradientHook
 from fastemb._offloaded import TABLES, device_of
 from fastemb.offload._lanes import Lane
 from fastemb.offload._link import HOST, Link, LinkOptions, Transfer
@@ -99,15 +101,28 @@ class DenseOffload:
 
     # ---- for the optimizer ----
 
-    def name(self, param: Tensor, name: str) -> None:
-        """What messages call a parameter."""
-        self._names[param] = name
+    def follow(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Know the parameters in the groups of the optimizer, and no others any more.
+
+        Messages call them by their name or their number.
+        """
+        names: dict[Tensor, str] = {}
+        positions = count()
+        for group in groups:
+            given = group.get("param_names") or ()
+            for index, param in enumerate(group["params"]):
+                number = next(positions)
+                names.setdefault(param, given[index] if index < len(given) else str(number))
+        for param in self._names.keys() - names.keys():
+            with self._lock:
+                self._twins.pop(param, None)
+            self._here.discard(param)
+            if param in self._hooks:
+                self._hooks.pop(param).remove()
+        self._names = names
 
     def _watch(self, param: Tensor) -> None:
-        """Send further gradients of a parameter as soon as they are there.
-
-        Not before it had a dense one: ``sparse="fused"`` is refused to a table with hooks.
-        """
+        """Send further gradients of a parameter, which has a dense one, once they are there."""
         if param in self._hooks or not (param.requires_grad and param.is_leaf):
             return
         reference = weakref.ref(self)
@@ -117,7 +132,8 @@ class DenseOffload:
             if offload is not None:
                 offload._gradient_is_ready(param)
 
-        self._hooks[param] = param.register_post_accumulate_grad_hook(on_gradient)
+        hook = DenseGradientHook(on_gradient)
+        self._hooks[param] = param.register_post_accumulate_grad_hook(hook)
 
     def device_of(self, param: Tensor) -> torch.device:
         """Where new states of a parameter belong."""
@@ -131,9 +147,12 @@ class DenseOffload:
             IntegrityError: something has not arrived as it was sent; nothing is changed.
             ValueError: a parameter that is not in one piece of memory, or shares it with another.
         """
+        params = {param for group in optimizer.param_groups for param in group["params"]}
+        if params != self._names.keys():  # somebody has edited the groups
+            self.follow(optimizer.param_groups)
         self._look_at_deliveries(wait=True)
         self._active = {}
-        found = list(self._dense_gradients(optimizer))
+        found = list(dict(self._dense_gradients(optimizer)).items())  # each once
         for param, grad in found:
             self._watch(param)
             twin = self._twin(param)
@@ -186,7 +205,11 @@ class DenseOffload:
         return twin.param, twin.grad, HOST
 
     def run(self, step: Callable[[Params], None], params: Params) -> None:
-        """Make the step of some parameters after the other, and send each as soon as it is made."""
+        """Make the step of some parameters after the other, and send each as soon as it is made.
+
+        One that is there twice is sent twice. What is sent first may be a mixture, which nobody
+        looks at and the second overwrites.
+        """
         for batch in self._batches(params):
             try:
                 step(batch)

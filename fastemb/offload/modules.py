@@ -42,7 +42,7 @@ class OffloadedModule(TableModule):
 
     def _look_up(self, op: str, input: Tensor) -> Lookup:
         weight = self._own_weight()
-        if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        if _fused.has_hooks(weight):
             raise RuntimeError(
                 f"{op}: the weight of table {self.table!r} has hooks, but an offloaded table has "
                 "no gradient to call them with; remove them"

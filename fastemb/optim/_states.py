@@ -131,15 +131,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
             )
 
     def _name_params(self) -> None:
-        """Tell the offload what messages call the parameters: by their name or their number."""
-        if self._offload is None:
-            return
-        position = 0
-        for group in self.param_groups:
-            for index, param in enumerate(group["params"]):
-                names = group.get("param_names")
-                self._offload.name(param, str(position) if names is None else names[index])
-                position += 1
+        if self._offload is not None:
+            self._offload.follow(self.param_groups)
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
