@@ -577,3 +577,87 @@ def _renorm_fake(
     weight: Tensor, indices: Tensor, max_norm: float, norm_type: float, table: str
 ) -> None:
     return None
+
+
+# One operator, not a check and `embedding_renorm_`: what traces lookups sees no values, and records
+# no check of them. No backend has a kernel of its own for it.
+LIBRARY.define(
+    "embedding_bag_renorm_(Tensor(a!) weight, Tensor indices, Tensor offsets, "
+    "bool include_last_offset, float max_norm, float norm_type, str table) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _bag_renorm(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    include_last_offset: bool,
+    max_norm: float,
+    norm_type: float,
+    table: str,
+) -> None:
+    """`embedding_renorm_` for the ids that are in a bag, once the offsets are known to be good.
+
+    On CUDA offsets are left to the lookup, but ``include_last_offset`` waits for the last one.
+    """
+    if offsets.is_cpu:
+        _reference.check_offsets("embedding_bag", offsets, indices.numel())
+    if include_last_offset:
+        indices = indices[: max(int(offsets[-1]), 0)]
+    _ops.embedding_renorm_(weight, indices, max_norm, norm_type, table)
+
+
+LIBRARY.impl("embedding_bag_renorm_", _bag_renorm, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("fastemb::embedding_bag_renorm_", lib=LIBRARY)
+def _bag_renorm_fake(*args: object) -> None:
+    return None
+
+
+def _renorm_batched(
+    info: Any, in_dims: tuple[int | None, ...], weight: Tensor, indices: Tensor, *options: Any
+) -> tuple[None, None]:
+    """`torch.vmap`: all tables as one, so that all ids are checked before anything is written.
+
+    An error counts the rows of all tables, too.
+    """
+    table_dim, ids_dim = in_dims[:2]
+    if table_dim is None:
+        _ops.embedding_renorm_(weight, indices, *options)
+        return None, None
+    tables = weight.movedim(table_dim, 0)
+    num_tables, num_rows, _ = tables.shape
+    one_table = tables.reshape(-1, tables.shape[2])
+    ids = indices.expand(num_tables, *indices.shape) if ids_dim is None else indices
+    ids = ids.movedim(ids_dim or 0, 0).reshape(num_tables, -1).to(torch.int64)
+    begin = torch.arange(num_tables, device=ids.device).unsqueeze(1) * num_rows
+    # Past the last of all rows, if it is past the last of its own.
+    begin = torch.where(ids < num_rows, begin, (num_tables - 1) * num_rows)
+    _ops.embedding_renorm_(one_table, torch.where(ids < 0, ids, ids + begin), *options)
+    tables.copy_(one_table.view_as(tables))  # nothing where they share memory
+    return None, None
+
+
+torch.library.register_vmap("fastemb::embedding_renorm_", _renorm_batched, lib=LIBRARY)
+LIBRARY.impl("embedding_bag_renorm_", _bag_renorm, "FuncTorchBatched")
+
+
+def _count_writes(name: str) -> None:
+    """Let an operator tell autograd that it writes ``weight``, so that what was saved is stale.
+
+    The dispatcher does not do so by itself.
+    """
+    operator = getattr(_ops, name).default
+
+    def count(weight: Tensor, *args: Any) -> None:
+        torch.autograd.graph.increment_version(weight)
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            operator(weight, *args)
+
+    LIBRARY.impl(name, count, "ADInplaceOrView")
+
+
+_count_writes("embedding_renorm_")
+_count_writes("embedding_bag_renorm_")

@@ -16,7 +16,7 @@ from torch._C import _functorch
 from torch._compile import _disable_dynamo
 from torch.nn import Parameter
 
-from fastemb import _fused, _ops, _reference, _transforms
+from fastemb import _fused, _ops, _transforms
 from fastemb._sleeping import TABLES, wake_batch, wake_batch_outside_graph
 
 __all__ = ["embedding", "embedding_bag"]
@@ -153,10 +153,7 @@ def embedding_bag(
     fused = sparse == "fused" and _queues_gradients(op, weight, table)
     _wake(weight, input, padding_idx)
     if max_norm is not None:
-        # Rows are rewritten before the lookup sees the offsets; wrong ones must not get that far.
-        if offsets is not None and offsets.is_cpu and not _is_traced(offsets):
-            _reference.check_offsets(op, offsets, input.numel())
-        _renorm(weight, input, max_norm, norm_type, table)
+        _renorm(weight, input, max_norm, norm_type, table, offsets, include_last_offset)
     args = (
         weight,
         input,
@@ -319,17 +316,27 @@ def _resolve_output_dtype(op: str, output_dtype: torch.dtype | None, weight: Ten
     return output_dtype
 
 
-def _renorm(weight: Tensor, input: Tensor, max_norm: float, norm_type: float, table: str) -> None:
+def _renorm(
+    weight: Tensor,
+    input: Tensor,
+    max_norm: float,
+    norm_type: float,
+    table: str,
+    offsets: Tensor | None = None,
+    include_last_offset: bool = False,
+) -> None:
     if not max_norm >= 0:
         raise ValueError(f"embedding_renorm_: max_norm must not be negative, got {max_norm}")
     if not norm_type > 0:
         raise ValueError(f"embedding_renorm_: norm_type must be positive, got {norm_type}")
+    options = (float(max_norm), float(norm_type), table)
     with torch.no_grad():
-        torch.ops.fastemb.embedding_renorm_(weight, input, float(max_norm), float(norm_type), table)
-    # The dispatcher does not count this write by itself; without it autograd could not tell that
-    # a tensor saved by an earlier operation has changed.
-    if not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version(weight)
+        if offsets is None:
+            torch.ops.fastemb.embedding_renorm_(weight, input, *options)
+        else:
+            torch.ops.fastemb.embedding_bag_renorm_(
+                weight, input, offsets, include_last_offset, *options
+            )
 
 
 def _queues_gradients(op: str, weight: Tensor, table: str) -> bool:

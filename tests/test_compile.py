@@ -147,6 +147,19 @@ def test_bad_offsets_of_derivatives(offsets: list[int]) -> None:
         compiled(TABLE, torch.tensor(offsets))
 
 
+@pytest.mark.parametrize("inputs", [(IDS,), (FLAT, OFFSETS)])
+def test_max_norm_counts_as_a_change_of_the_table(inputs: tuple[Tensor, ...]) -> None:
+    module = fnn.EmbeddingBag(5, 3, max_norm=0.1)
+    other = torch.ones(1, 3, requires_grad=True)
+
+    def total(*inputs: Tensor) -> Tensor:
+        product = module.weight @ other.t()  # saves the table, for the gradient of other
+        return module(*inputs).sum() + product.sum()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.compile(total, backend="aot_eager")(*inputs).backward()
+
+
 @pytest.mark.slow
 def test_inductor() -> None:
     model = nn.Sequential(fnn.EmbeddingBag(5, 4, mode="mean"), nn.Linear(4, 2), nn.ReLU())

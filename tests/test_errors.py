@@ -88,6 +88,36 @@ def test_ids_out_of_range(named: str, bad: int, index_dtype: torch.dtype) -> Non
         )
 
 
+@pytest.mark.parametrize("how", ["parameter", "traced", "compiled"])
+@pytest.mark.parametrize("offsets", [[0, 5], [1, 2]])
+def test_wrong_offsets_leave_the_table_alone(how: str, offsets: list[int]) -> None:
+    """`max_norm` writes rows before the lookup, also where Python does not see the values."""
+    module = fnn.EmbeddingBag(5, 2, max_norm=0.1)
+    module.requires_grad_(False)
+    lookup: Any = module
+    bad = torch.tensor(offsets)
+    if how == "traced":
+        lookup = torch.jit.trace(module, (IDS, torch.tensor([0, 1])))
+    elif how == "compiled":
+        lookup = torch.compile(module, backend="aot_eager", fullgraph=True)
+    else:
+        bad = torch.nn.Parameter(bad, requires_grad=False)
+    before = module.weight.fill_(1).clone()
+    with pytest.raises((ValueError, RuntimeError), match="embedding_bag: offsets"):
+        lookup(IDS, bad)
+    assert torch.equal(module.weight, before)
+
+
+def test_max_norm_is_not_for_ids_behind_the_last_offset() -> None:
+    for last, rows in ((2, [0, 1]), (1, [0]), (0, [])):
+        weight = torch.full((4, 2), 5.0)
+        ids = torch.tensor([0, 1, 99])
+        F.embedding_bag(
+            ids, weight, torch.tensor([0, last]), max_norm=1.0, include_last_offset=True
+        )
+        assert (weight[:, 0] < 5).nonzero().flatten().tolist() == rows
+
+
 @pytest.mark.parametrize("bad", [2**31, 2**32, 2**62, -(2**62)])
 def test_ids_are_not_cut_to_32_bits(bad: int) -> None:
     text = f"index {bad} at position 1 is out of range"

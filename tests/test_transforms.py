@@ -167,6 +167,45 @@ def test_offsets_of_each_example_are_refused() -> None:
         torch.vmap(grad(loss), (None, 0))(TABLE, OFFSETS[None])
 
 
+@pytest.mark.parametrize("dims", [(0, 0), (0, None), (1, 0), (2, 1), (None, 0)])
+@pytest.mark.parametrize("offsets", [None, torch.tensor([0, 1])])
+def test_max_norm_of_each_example(
+    dims: tuple[int | None, int | None], offsets: Tensor | None
+) -> None:
+    def lookup(weight: Tensor, ids: Tensor) -> Tensor:
+        if offsets is None:
+            return F.embedding(ids, weight, max_norm=1.0)
+        return F.embedding_bag(ids, weight, offsets, max_norm=1.0, include_last_offset=True)
+
+    tables = torch.stack([TABLE, TABLE * 2])
+    ids = torch.stack([PAIRS[0], PAIRS[1]])
+    weight, of_each = TABLE.clone(), ids[0]
+    if dims[0] is not None:
+        weight = tables.movedim(0, dims[0]).contiguous()
+    if dims[1] is not None:
+        of_each = ids.movedim(0, dims[1])
+    alone = weight.clone()
+    expected = [
+        lookup(
+            alone if dims[0] is None else alone.select(dims[0], example),
+            of_each if dims[1] is None else of_each.select(dims[1], example),
+        )
+        for example in range(2)
+    ]
+    assert torch.equal(torch.vmap(lookup, dims)(weight, of_each), torch.stack(expected))
+    assert torch.equal(weight, alone)
+
+
+@pytest.mark.parametrize("bad", [-1, 4])
+def test_max_norm_of_wrong_ids_writes_nothing(bad: int) -> None:
+    tables = torch.stack([TABLE, TABLE * 2])
+    before = tables.clone()
+    for ids in ([[0, bad], [1, 2]], [[1, 2], [0, bad]]):
+        with pytest.raises(IndexError, match="embedding_renorm_: index"):
+            torch.vmap(lambda w, i: F.embedding(i, w, max_norm=1.0))(tables, torch.tensor(ids))
+    assert torch.equal(tables, before)
+
+
 def test_transforms_of_something_else() -> None:
     """A lookup is a constant to them."""
     weight, x = TABLE.float(), torch.ones(3)
