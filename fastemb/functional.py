@@ -360,7 +360,8 @@ def _wake(weight: Tensor, input: Tensor, padding_idx: int | None) -> None:
     if not torch.compiler.is_compiling():
         if id(weight) in TABLES:
             wake_batch(weight, input, padding_idx)
-    elif isinstance(weight, Parameter) and id(weight) in TABLES:
+    # Dynamo guards on what is asked here: as long as there are no such tables, not on each weight.
+    elif TABLES and isinstance(weight, Parameter) and id(weight) in TABLES:
         wake_batch_outside_graph(weight, input, padding_idx)
 
 

@@ -160,6 +160,14 @@ def test_max_norm_counts_as_a_change_of_the_table(inputs: tuple[Tensor, ...]) ->
         torch.compile(total, backend="aot_eager")(*inputs).backward()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_tables_alike_share_a_graph(kind: type) -> None:
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(3):
+            module = kind(5, 3)
+            assert torch.equal(torch.compile(module, backend="eager")(IDS), module(IDS))
+
+
 @pytest.mark.slow
 def test_inductor() -> None:
     model = nn.Sequential(fnn.EmbeddingBag(5, 4, mode="mean"), nn.Linear(4, 2), nn.ReLU())
