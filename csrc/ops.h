@@ -176,7 +176,8 @@ struct Renorm {
 //   value      p = master where there is one, but the parameter's own value where the master no longer rounds to the
 //              parameter's bits (somebody else has written it); the parameter's value without a master.
 //   store      master = p', param = p' rounded to nearest, or, when `stochastic` (no master), to one of its two
-//              neighbours with the probability that makes the expectation p' (common/stochastic.h).
+//              neighbours with the probability that makes the expectation p' (common/stochastic.h). Moments in bf16
+//              are rounded so when `stochastic`, with a master, too.
 //   skip       found_inf != 0: nothing at all is written.
 struct RowStep {
   void* param;  // [num_embeddings, dim] param_type, rows param_stride elements apart

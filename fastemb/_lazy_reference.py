@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastemb._reference import accumulation_dtype
 from fastemb._row_checks import check
-from fastemb._row_reference import _Rows, larger, square_root
+from fastemb._row_reference import STREAMS, _Rows, larger, square_root
 
 # Columns of the history that concern one step (`AdamHistory` in csrc/ops.h).
 RATE, ROOT, DECAY = 5, 6, 7
@@ -70,9 +70,9 @@ def row_adam_catch_up_(
         if largest is not None:
             largest = torch.where(slept, larger(largest, next_v), largest)
         m, v = torch.where(slept, next_m, m), torch.where(slept, next_v, v)
-    exp_avg[r.index] = m.to(exp_avg.dtype)
-    exp_avg_sq[r.index] = v.to(exp_avg_sq.dtype)
+    r.store_moment(exp_avg, m, STREAMS[0])
+    r.store_moment(exp_avg_sq, v, STREAMS[1])
     if max_exp_avg_sq is not None and largest is not None:
-        max_exp_avg_sq[r.index] = largest.to(max_exp_avg_sq.dtype)
+        r.store_moment(max_exp_avg_sq, largest, STREAMS[2])
     row_step[r.index] = r.step.to(torch.int32)
     r.store(value)

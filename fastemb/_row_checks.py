@@ -67,10 +67,6 @@ def check(op: str, arguments: Mapping[str, Any]) -> None:
         master is None or param.dtype in (torch.float16, torch.bfloat16),
         "master must be None unless param is float16 or bfloat16",
     )
-    require(
-        master is None or arguments["seed"] < 0,
-        "seed must be -1 (round to nearest) with a master",
-    )
     for name in (*_MOMENTS, "momentum_buffer"):
         require_state(name, param.numel())
     require_state("sum", num_embeddings if op == "row_rowwise_adagrad_" else param.numel())

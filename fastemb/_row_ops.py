@@ -29,7 +29,8 @@ from fastemb._ops import LIBRARY, define
 #   inv_scale    [] float32: what gradients are multiplied by; None: 1
 #   found_inf    [] float32: not 0 leaves everything as it is; None: 0
 #   lr_tensor    [] float32 or float64, in place of lr
-#   seed         -1: round to nearest; else round stochastically (no master then)
+#   seed         -1: round to nearest; else moments in bfloat16, and a float16 or bfloat16 param
+#                without a master, are rounded stochastically
 _COMMON_TENSORS = (
     "Tensor? rows, Tensor? used_rows, Tensor grad, Tensor? segments, Tensor? sources, "
     "Tensor? coefficients, Tensor step, Tensor? inv_scale, Tensor? found_inf, float lr, "

@@ -17,6 +17,8 @@ from fastemb._row_checks import check
 
 _M64 = (1 << 64) - 1
 _DOT_LANES = 256  # kDotLanes of csrc/ops.h
+# `AdamRounding` of csrc/common/stochastic.h, for exp_avg, exp_avg_sq and max_exp_avg_sq.
+STREAMS = (-1, -2, -2)
 
 
 def _signed(value: int) -> int:
@@ -36,12 +38,14 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _shifted(x, 31)
 
 
-def random_bits(seed: int, step: Tensor, rows: Tensor, dim: int) -> Tensor:
+def random_bits(
+    seed: int, step: Tensor, rows: Tensor, dim: int, values: Tensor | int = 0
+) -> Tensor:
     """[rows, dim] int64 below 2**32: the bits of ``csrc/common/stochastic.h``."""
     key = _mix(torch.full_like(rows, _signed(seed))) + step.to(torch.int64)
     key = _mix(_mix(key) + rows)
     columns = torch.arange(dim, device=rows.device) * _signed(0x9E3779B97F4A7C15)
-    return _shifted(_mix(key.unsqueeze(1) + columns), 32)
+    return _shifted(_mix(key.unsqueeze(1) + columns + (values << 32)), 32)
 
 
 def round_stochastic(x: Tensor, dtype: torch.dtype, random: Tensor) -> Tensor:
@@ -178,11 +182,21 @@ class _Rows:
     def store(self, value: Tensor) -> None:
         if self.master is not None:
             self.master.view(self.table.shape)[self.index] = value
-        if self.seed >= 0 and self.table.dtype in (torch.float16, torch.bfloat16):
+        half = self.table.dtype in (torch.float16, torch.bfloat16)
+        if self.seed >= 0 and half and self.master is None:
             random = random_bits(self.seed, self.step, self.index, self.table.shape[1])
             self.table[self.index] = round_stochastic(value, self.table.dtype, random)
         else:
             self.table[self.index] = value.to(self.table.dtype)
+
+    def store_moment(self, moment: Tensor, value: Tensor, stream: int) -> None:
+        """``moment`` like the table; ``stream``: of its random bits."""
+        if self.seed < 0 or moment.dtype != torch.bfloat16:
+            moment[self.index] = value.to(moment.dtype)
+            return
+        row, pattern = self.index.new_full((1,), stream), value.view(torch.int32).to(torch.int64)
+        random = random_bits(self.seed, self.step, row, value.shape[1], pattern)
+        moment[self.index] = round_stochastic(value, moment.dtype, random)
 
 
 def row_adam_(
@@ -247,8 +261,8 @@ def row_adam_(
         moments.append(max_exp_avg_sq.view(param.shape))
         new.append(larger(moments[-1][r.index].to(r.acc), v))
     root = square_root(new[-1])
-    for moment, value in zip(moments, new, strict=True):
-        moment[r.index] = value.to(moment.dtype)
+    for moment, value, stream in zip(moments, new, STREAMS, strict=False):
+        r.store_moment(moment, value, stream)
     if corrected_denominator:
         root = root / root2.to(r.acc)
     update = m / (root + r.scalar(eps)) * step_size.to(r.acc)

@@ -162,7 +162,8 @@ class LazyCase:
 
         def within(name: str, value: Tensor, slack: Array, what: Tensor) -> None:
             middle = value.numpy()
-            stochastic = name == "param" and self.seed >= 0 and what.dtype in LOW_PRECISION
+            stochastic = self.seed >= 0 and what.dtype in LOW_PRECISION
+            stochastic = stochastic and not (name == "param" and self.master is not None)
             Interval(middle - slack, middle + slack, self.acc).check(what, name, stochastic)
 
         within("param", exact["param"], error, got["param"][rows, : self.dim])
@@ -367,5 +368,5 @@ def lazy_cases(draw: st.DrawFn, wide: bool) -> LazyCase:
         gap=one_of(0, 0, 1, 8),
         data_seed=draw(st.integers(0, 2**32)),
         found_inf=one_of(None, number(0.0), number(-0.0)),
-        seed=-1 if master else one_of(-1, 0, 7, 2**63 - 1),
+        seed=one_of(-1, 0, 7, 2**63 - 1),
     )

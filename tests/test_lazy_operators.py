@@ -229,10 +229,6 @@ def wrong_arguments() -> dict[str, tuple[dict[str, Any], str]]:
         "param rows overlap": ({"param": ones(3).expand(4, 3)}, "must not overlap"),
         "master of float32": ({"master": ones(4, 3)}, "master must be None"),
         "master short": ({"param": ones(4, 3).half(), "master": ones(3, 3)}, "master must be"),
-        "master and seed": (
-            {"param": ones(4, 3).half(), "master": ones(4, 3), "seed": 3},
-            "seed must be -1",
-        ),
         "moments mixed": ({"exp_avg": ones(4, 3, dtype=BF16)}, "must have one dtype"),
         "row_step short": ({"row_step": ones(3).int()}, "row_step must be"),
         "row_step long": ({"row_step": ones(4).long()}, "row_step must be"),

@@ -468,6 +468,56 @@ def test_stochastic_rounding(dtype: torch.dtype) -> None:
     assert first.unique().numel() > 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_bfloat16_moments_do_not_stand_still(dtype: torch.dtype, sparse: bool) -> None:
+    """A step changes exp_avg_sq by less than half an ulp, up and down."""
+    p = nn.Parameter(torch.zeros(2, 512, dtype=dtype))
+    options: dict[str, Any] = {"lazy": "rows", "amsgrad": True, "state_dtype": torch.bfloat16}
+    optimizer = optim.Adam([p], lr=1e-4, betas=(0.99, 0.99), **options)
+    state, want = optimizer.state[p], {"exp_avg": 0.0, "exp_avg_sq": 0.0}
+    for size in (1.0, 10.0, 0.5):
+        p.grad = torch.full_like(p, size)
+        if sparse:
+            p.grad = p.grad.to_sparse(1)
+        for _ in range(300):
+            optimizer.step()
+        for name, end in (("exp_avg", size), ("exp_avg_sq", size**2)):
+            want[name] = end + (want[name] - end) * 0.99**300
+            values = state[name].double()
+            assert values.mean().item() == pytest.approx(want[name], rel=1e-2)
+            assert values.std() < 0.05 * want[name]
+    assert state["max_exp_avg_sq"].mean().item() == pytest.approx(95, rel=0.02)
+
+
+@pytest.mark.parametrize("lazy", ["rows", "exact"])
+def test_bfloat16_moments_are_reproducible(lazy: str) -> None:
+    """The same bits for the same seed, also across a checkpoint; others for another seed."""
+    rows = [[0, 3, 4, 8], [1, 2, 3, 9], [0, 1, 5, 6]]
+
+    def train(seed: int, saved_at: int | None = None) -> list[Tensor]:
+        p = nn.Parameter(torch.ones(10, 33))
+        options: dict[str, Any] = {"lazy": lazy, "seed": seed, "state_dtype": torch.bfloat16}
+        optimizer = optim.Adam([p], lr=0.01, **options)
+        generator = torch.Generator().manual_seed(1)
+        for step in range(9):
+            if step == 4:
+                saved = optimizer.state_dict()  # wakes all rows, with or without a resume
+                if saved_at == step:
+                    p = nn.Parameter(p.detach().clone())
+                    optimizer = optim.Adam([p], lr=0.01, **options)
+                    optimizer.load_state_dict(saved)
+            values = torch.randn(4, 33, generator=generator)
+            p.grad = coo(rows[step % 3], values, 10)
+            optimizer.step()
+        optimizer.state_dict()
+        return [p.detach(), *(optimizer.state[p][name] for name in ("exp_avg", "exp_avg_sq"))]
+
+    for one, same, other in zip(train(3), train(3, saved_at=4), train(4), strict=True):
+        assert_same_bits(one, same)
+        assert bits(one) != bits(other)
+
+
 # ---- many tables ----
 
 

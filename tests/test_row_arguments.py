@@ -85,11 +85,6 @@ def wrong_arguments() -> dict[str, tuple[str, dict[str, Any], str]]:
             "master",
         ),
         "master of float32": ("row_sgd_", {"master": ones(4, 3)}, "master must be None"),
-        "master and seed": (
-            "row_sgd_",
-            {"param": ones(4, 3).half(), "master": ones(4, 3), "seed": 3},
-            "seed must be -1",
-        ),
         "rows int32": ("row_sgd_", {"rows": torch.arange(4, dtype=torch.int32)}, "rows must be"),
         "rows short": ("row_sgd_", {"rows": torch.arange(3)}, "rows must"),
         "rows strided": ("row_sgd_", {"rows": torch.arange(8)[::2]}, "rows must be"),

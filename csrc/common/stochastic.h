@@ -44,4 +44,26 @@ FE_FUNCTION f16 round_stochastic(f16, float x, uint32_t random) {
 FE_FUNCTION float round_stochastic(float, float x, uint32_t) { return x; }
 FE_FUNCTION double round_stochastic(double, double x, uint32_t) { return x; }
 
+// Moments of Adam in bf16. Rounded to nearest they would stand still: what a step changes about exp_avg_sq is less than
+// half an ulp once it is near its mean. The random bits are a function of (seed, step, column, value), not of the row:
+// the same wherever a row lies, in a table or in a cache of some of its rows.
+struct MomentRounding {
+  uint64_t key;
+  bool stochastic;  // else to nearest
+};
+
+// The streams of the moments have the keys of rows that no table has. max_exp_avg_sq is rounded by that of exp_avg_sq,
+// hence to the largest exp_avg_sq that was stored.
+struct AdamRounding {
+  MomentRounding first, second;
+
+  FE_FUNCTION AdamRounding make(bool stochastic, uint64_t seed, int64_t step) {
+    return {{row_key(seed, step, -1), stochastic}, {row_key(seed, step, -2), stochastic}};
+  }
+};
+
+FE_FUNCTION uint32_t moment_bits(float x, uint64_t key, int64_t column) {
+  return random_bits(key + (static_cast<uint64_t>(float_bits(x)) << 32), column);
+}
+
 }  // namespace fastemb

@@ -7,12 +7,13 @@
 namespace fastemb::cpu::FE_ISA {
 namespace {
 
-// One row: from the end of step `last` to the end of step t.
+// One whole row: from the end of step `last` to the end of step t.
 template <typename A, typename M>
 struct Sleeper {
   const RowAdamCatchUp& p;
   int64_t last, t;
   AdamCatchUp<A> rule;
+  const AdamRounding& rounding;
   M* exp_avg;
   M* exp_avg_sq;
   M* largest;
@@ -23,14 +24,14 @@ struct Sleeper {
     if (largest != nullptr) u = access.load(largest + d);
     if (p.rows.weight_decay != 0.0 && !p.decoupled) {
       param = AdamCatchUp<A>::penalised(p, last, t, param, m, v, largest == nullptr ? nullptr : &u);
-      if (largest != nullptr) access.store(largest + d, u);
+      if (largest != nullptr) access.store(largest + d, rounded_moment(M{}, u, rounding.second, d));
     } else {
       param = param * rule.keep - moved(m, v, u);
       m = m * rule.fade1;
       v = v * rule.fade2;
     }
-    access.store(exp_avg + d, m);
-    access.store(exp_avg_sq + d, v);
+    access.store(exp_avg + d, rounded_moment(M{}, m, rounding.first, d));
+    access.store(exp_avg_sq + d, rounded_moment(M{}, v, rounding.second, d));
     return param;
   }
 
@@ -55,6 +56,7 @@ void catch_up(const RowAdamCatchUp& p, const Parallel& parallel) {
   const RowStep& step = p.rows;
   const GradientRule<A> no_gradient{};
   const int64_t t = step_number(step);
+  const auto rounding = AdamRounding::make(step.stochastic, step.seed, t);
   for_pieces<A>(step, true, parallel, [&](const Piece& at, Buffers<A>& buffers) {
     const int64_t last = p.row_step[at.row] < 0 ? 0 : p.row_step[at.row];
     if (last >= t) return;
@@ -63,6 +65,7 @@ void catch_up(const RowAdamCatchUp& p, const Parallel& parallel) {
                                 last,
                                 t,
                                 AdamCatchUp<A>::make(p, last, t),
+                                rounding,
                                 state_of<M>(step, p.exp_avg, at),
                                 state_of<M>(step, p.exp_avg_sq, at),
                                 state_of<M>(step, p.max_exp_avg_sq, at)};

@@ -170,6 +170,25 @@ FE_FUNCTION E* state_of(const RowStep& p, void* state, const Piece& at) {
   return state == nullptr ? nullptr : static_cast<E*>(state) + at.row * p.dim + at.column;
 }
 
+// What a moment of Adam becomes where it is stored as M, still in acc; `column` is that of the first element.
+FE_FUNCTION Vec<float> rounded_moment(bf16, Vec<float> x, const MomentRounding& how, int64_t column) {
+  if (!how.stochastic) return x;  // the store rounds
+  float values[kLanes<float>];
+  int32_t random[kLanes<float>];
+  store(values, x);
+  for (int i = 0; i < kLanes<float>; ++i) {
+    random[i] = static_cast<int32_t>(moment_bits(values[i], how.key, column + i) >> 16);
+  }
+  // round_stochastic of a vector; what it rounds to nearest is left to the store.
+  IntVec<float> below, bits = (IntVec<float>)x;
+  memcpy(&below, random, sizeof below);
+  const auto held = (bits & 0x7fffffff) < 0x7f7f0000;
+  const IntVec<float> up = (held & bits) + below;
+  return (Vec<float>)((held & up & ~0xffff) | (~held & bits));
+}
+FE_FUNCTION Vec<float> rounded_moment(float, Vec<float> x, const MomentRounding&, int64_t) { return x; }
+FE_FUNCTION Vec<double> rounded_moment(double, Vec<double> x, const MomentRounding&, int64_t) { return x; }
+
 template <typename E>
 FE_FUNCTION void prefetch_state(const RowStep& p, const E* element, const Piece& at) {
   prefetch(element + at.ahead * p.dim);

@@ -16,6 +16,7 @@ void adam(const RowAdam& p, const Parallel& parallel) {
   const auto gradient = GradientRule<A>::make(step, p.decoupled);
   const int64_t t = step_number(step);
   const auto common = AdamRule<A>::make(p, t, 1);
+  const auto rounding = AdamRounding::make(step.stochastic, step.seed, t);
   const bool per_row = p.row_step != nullptr || p.row_count != nullptr;
   const RowGradients<A> gradients(step, parallel);
   for_pieces<A>(step, per_row, parallel, [&](const Piece& at, Buffers<A>& buffers) {
@@ -41,9 +42,12 @@ void adam(const RowAdam& p, const Parallel& parallel) {
                                Vec<A> m = access.load(exp_avg + d), v = access.load(exp_avg_sq + d), u = {};
                                if (largest != nullptr) u = access.load(largest + d);
                                param = AdamRule<A>::apply(rule, g, param, m, v, largest == nullptr ? nullptr : &u);
-                               access.store(exp_avg + d, m);
-                               access.store(exp_avg_sq + d, v);
-                               if (largest != nullptr) access.store(largest + d, u);
+                               const int64_t column = at.column + d;
+                               access.store(exp_avg + d, rounded_moment(M{}, m, rounding.first, column));
+                               access.store(exp_avg_sq + d, rounded_moment(M{}, v, rounding.second, column));
+                               if (largest != nullptr) {
+                                 access.store(largest + d, rounded_moment(M{}, u, rounding.second, column));
+                               }
                                return param;
                              });
   });

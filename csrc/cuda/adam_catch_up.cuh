@@ -112,16 +112,17 @@ FE_DEVICE Vec<A, V> load_moment(const void* moment, int64_t at) {
 }
 
 template <typename M, typename A, int V>
-FE_DEVICE void store_moment(void* moment, int64_t at, const Vec<A, V>& x) {
+FE_DEVICE void store_moment(void* moment, int64_t at, const Vec<A, V>& x, const MomentRounding& how, int64_t column) {
   Vec<M, V> rounded;
 #pragma unroll
-  for (int v = 0; v < V; ++v) rounded.item[v] = narrow<M>(x.item[v]);
+  for (int v = 0; v < V; ++v) rounded.item[v] = narrow_moment<M>(x.item[v], how, column + v);
   store<V>(static_cast<M*>(moment) + at, rounded);
 }
 
 // Columns [column, column + V) of the row.
 template <typename T, typename M, int V, typename A>
-FE_DEVICE void wake(const RowAdamCatchUp& a, const Sleep<A>& sleep, int64_t row, int64_t column, uint64_t key) {
+FE_DEVICE void wake(const RowAdamCatchUp& a, const Sleep<A>& sleep, int64_t row, int64_t column, uint64_t key,
+                    const AdamRounding& rounding) {
   const int64_t at = row * a.rows.dim + column;
   const bool amsgrad = a.max_exp_avg_sq != nullptr;
   const Stored<T, V> stored = load_stored<T, V>(a.rows, row, column);
@@ -131,7 +132,7 @@ FE_DEVICE void wake(const RowAdamCatchUp& a, const Sleep<A>& sleep, int64_t row,
   if (under_penalty(a)) {
     if (amsgrad) {  // not one call with a pointer or null: that would keep `largest` in memory
       param = AdamCatchUp<A>::penalised(a, sleep.last, sleep.t, param, first, second, &largest);
-      store_moment<M>(a.max_exp_avg_sq, at, largest);
+      store_moment<M>(a.max_exp_avg_sq, at, largest, rounding.second, column);
     } else {
       Vec<A, V>* none = nullptr;
       param = AdamCatchUp<A>::penalised(a, sleep.last, sleep.t, param, first, second, none);
@@ -142,8 +143,8 @@ FE_DEVICE void wake(const RowAdamCatchUp& a, const Sleep<A>& sleep, int64_t row,
     first = first * sleep.rule.fade1;
     second = second * sleep.rule.fade2;
   }
-  store_moment<M>(a.exp_avg, at, first);
-  store_moment<M>(a.exp_avg_sq, at, second);
+  store_moment<M>(a.exp_avg, at, first, rounding.first, column);
+  store_moment<M>(a.exp_avg_sq, at, second, rounding.second, column);
   store_value<T>(a.rows, row, column, key, param.item);
 }
 
@@ -155,6 +156,7 @@ __global__ void __launch_bounds__(kBlock, V > 1 || sizeof(T) == 8 ? 2 : 3)
     adam_catch_up_kernel(RowAdamCatchUp a, int32_t lanes, int64_t tiles) {
   using A = typename AccOf<T>::type;
   const int64_t num_rows = rows_that_count(a.rows), t = step_number(a.rows);
+  const auto rounding = AdamRounding::make(a.rows.stochastic, a.rows.seed, t);
   const Place at = place(lanes);
   int64_t row = table_row(a.rows, at.item, num_rows);
   for (int64_t k = at.item; first_of_warp(k, lanes) < num_rows; k += at.step) {
@@ -164,7 +166,7 @@ __global__ void __launch_bounds__(kBlock, V > 1 || sizeof(T) == 8 ? 2 : 3)
       const uint64_t key = stochastic_key(a.rows, t, row);
       for (int64_t tile = 0; tile < tiles; ++tile) {
         const int64_t column = (tile * lanes + at.lane) * V;
-        if (column < a.rows.dim) wake<T, M, V>(a, sleep, row, column, key);
+        if (column < a.rows.dim) wake<T, M, V>(a, sleep, row, column, key, rounding);
       }
     }
     row = next_row;

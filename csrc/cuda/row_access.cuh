@@ -153,6 +153,15 @@ FE_DEVICE void store_value(const RowStep& r, int64_t row, int64_t column, uint64
   store<V>(static_cast<T*>(r.param) + row * r.param_stride + column, rounded);
 }
 
+// A moment of Adam as it is stored; `column` is its own.
+template <typename M, typename A>
+FE_DEVICE M narrow_moment(A x, const MomentRounding& how, int64_t column) {
+  if constexpr (std::is_same_v<M, bf16>) {
+    if (how.stochastic) return round_stochastic(M{}, x, moment_bits(x, how.key, column));
+  }
+  return narrow<M>(x);
+}
+
 // The key of store_value.
 FE_DEVICE uint64_t stochastic_key(const RowStep& r, int64_t step, int64_t row) {
   return r.stochastic ? row_key(r.seed, step, row) : 0;

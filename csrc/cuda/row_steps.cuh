@@ -18,7 +18,11 @@ template <typename T, typename M>
 struct AdamStep {
   using A = typename AccOf<T>::type;
   using Problem = RowAdam;
-  using Rule = AdamRule<A>;
+
+  struct Rule {
+    AdamRule<A> adam;
+    AdamRounding rounding;
+  };
 
   template <int V>
   struct State {
@@ -48,12 +52,15 @@ struct AdamStep {
 
   FE_DEVICE bool decoupled(const RowAdam& a) { return a.decoupled; }
 
-  FE_DEVICE Rule rule(const RowAdam& a) { return Rule::make(a, step_number(a.rows), 1); }
+  FE_DEVICE Rule rule(const RowAdam& a) {
+    const int64_t step = step_number(a.rows);
+    return {AdamRule<A>::make(a, step, 1), AdamRounding::make(a.rows.stochastic, a.rows.seed, step)};
+  }
 
   FE_FUNCTION bool has_row_rule(const RowAdam& a) { return a.row_step != nullptr || a.row_count != nullptr; }
 
   // One lane reads and writes the row's numbers; the others have them from it. row is -1 for a group without one.
-  FE_DEVICE Rule row_rule(const RowAdam& a, int64_t step, int64_t row, int32_t lane, int32_t lanes) {
+  FE_DEVICE AdamRule<A> row_rule(const RowAdam& a, int64_t step, int64_t row, int32_t lane, int32_t lanes) {
     int64_t t = step, slept = 1;
     if (row >= 0 && lane == 0) {
       if (a.row_count != nullptr) {
@@ -65,16 +72,18 @@ struct AdamStep {
         a.row_step[row] = static_cast<int32_t>(step);
       }
     }
-    return Rule::make(a, of_first_lane(t, lanes), of_first_lane(slept, lanes));
+    return AdamRule<A>::make(a, of_first_lane(t, lanes), of_first_lane(slept, lanes));
   }
 
   template <int V>
-  FE_DEVICE A update(const Rule& rule, A grad, A param, State<V>& state, int v) {
-    A m = widen(state.exp_avg.item[v]), s = widen(state.exp_avg_sq.item[v]), largest = widen(state.largest.item[v]);
-    param = Rule::apply(rule, grad, param, m, s, &largest);
-    state.exp_avg.item[v] = narrow<M>(m);
-    state.exp_avg_sq.item[v] = narrow<M>(s);
-    state.largest.item[v] = narrow<M>(largest);
+  FE_DEVICE A update(const Rule& rule, A grad, A param, State<V>& state, int v, int64_t column) {
+    const A before = widen(state.largest.item[v]);
+    A m = widen(state.exp_avg.item[v]), s = widen(state.exp_avg_sq.item[v]), largest = before;
+    param = AdamRule<A>::apply(rule.adam, grad, param, m, s, &largest);
+    state.exp_avg.item[v] = narrow_moment<M>(m, rule.rounding.first, column);
+    state.exp_avg_sq.item[v] = narrow_moment<M>(s, rule.rounding.second, column);
+    // What narrow_moment makes of `largest`, without random bits of its own: `before` has nothing to round.
+    state.largest.item[v] = narrow<M>(fastemb::larger(before, static_cast<A>(widen(state.exp_avg_sq.item[v]))));
     return param;
   }
 
@@ -114,7 +123,7 @@ struct AdagradStep : SharedRule<RowAdagrad, AdagradRule<M>> {
   }
 
   template <int V>
-  FE_DEVICE A update(const AdagradRule<A>& rule, A grad, A param, State<V>& state, int v) {
+  FE_DEVICE A update(const AdagradRule<A>& rule, A grad, A param, State<V>& state, int v, int64_t) {
     return AdagradRule<A>::apply(rule, grad, param, state.sum.item[v]);
   }
 
@@ -152,7 +161,7 @@ struct SgdStep : SharedRule<RowSgd, SgdRule<M>> {
   }
 
   template <int V>
-  FE_DEVICE A update(const SgdRule<A>& rule, A grad, A param, State<V>& state, int v) {
+  FE_DEVICE A update(const SgdRule<A>& rule, A grad, A param, State<V>& state, int v, int64_t) {
     return SgdRule<A>::apply(rule, grad, param, &state.buffer.item[v]);
   }
 
@@ -175,7 +184,7 @@ FE_DEVICE void step_columns(const typename Step::Problem& a, const Rule& rule, c
 #pragma unroll
   for (int v = 0; v < V; ++v) {
     const A old = value_of(a.rows, stored, v);
-    value[v] = Step::update(rule, GradientRule<A>::apply(gradient, grad[v], old), old, state, v);
+    value[v] = Step::update(rule, GradientRule<A>::apply(gradient, grad[v], old), old, state, v, column + v);
   }
   Step::store(a, at, state);
   store_value<T>(a.rows, row, column, key, value);
@@ -203,7 +212,7 @@ __global__ void __launch_bounds__(kBlock, V == 8 || sizeof(T) == 8 ? 2 : 3)
     const int64_t next_row = table_row(a.rows, k + at.step, num_rows);  // under way while this row is worked on
     const auto next_from = gradient_place<kFused>(a.rows, k + at.step, num_rows);
     if constexpr (std::is_same_v<typename Step::Problem, RowAdam>) {
-      if (Step::has_row_rule(a)) rule = Step::row_rule(a, step, row, at.lane, lanes);
+      if (Step::has_row_rule(a)) rule.adam = Step::row_rule(a, step, row, at.lane, lanes);
     }
     const uint64_t key = stochastic_key(a.rows, step, row);
     for (int64_t tile = blockIdx.y; row >= 0 && tile < tiles; tile += gridDim.y) {

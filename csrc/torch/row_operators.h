@@ -28,7 +28,6 @@ struct RowTarget {
     p.master = state("master", master, param.numel(), false);
     require(!master.has_value() || p.param_type == DType::f16 || p.param_type == DType::bf16, op,
             "master must be None unless param is float16 or bfloat16");
-    require(!master.has_value() || seed < 0, op, "seed must be -1 (round to nearest) with a master");
     p.num_rows = num_rows;
     if (rows.has_value()) {
       require_here("rows", *rows);

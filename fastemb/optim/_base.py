@@ -523,7 +523,9 @@ def _learning_rate(lr: float | Tensor, device: torch.device) -> tuple[float, Ten
 
 def seed_of(group: Options, param: Tensor, position: int) -> int:
     """Of stochastic rounding, -1 for none; parameters must not be rounded alike."""
-    if group["rounding"] != "stochastic" or param.dtype not in LOW_PRECISION:
+    rounds_param = group["rounding"] == "stochastic" and param.dtype in LOW_PRECISION
+    rounds_moments = group.get("state_dtype") == torch.bfloat16
+    if not (rounds_param or rounds_moments):
         return -1
     return int((group["seed"] + (position << 32)) % 2**63)
 

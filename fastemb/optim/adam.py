@@ -76,9 +76,11 @@ class Adam(LazyAdam):
         rounding: ``"stochastic"``: float16 and bfloat16 parameters are rounded to one of two
             neighbours at random, such that the expectation is exact, and have no copy.
         seed: of stochastic rounding, whose bits depend on it, the position of the parameter in the
-            optimizer, the step, the row and the column, and on nothing else.
-        state_dtype: of the moments; ``torch.bfloat16`` halves their memory. Default: float32
-            (float64 for float64 parameters).
+            optimizer, the step, the row and the column, and on nothing else; those of moments on
+            the value and not on the row.
+        state_dtype: of the moments; ``torch.bfloat16`` halves their memory. They are then rounded
+            stochastically, whatever ``rounding`` is: to nearest, they would not follow small
+            changes. Default: float32 (float64 for float64 parameters).
         offload: ``"cpu"``: the states and masters of parameters with dense gradients are in host
             memory, and so is their step; or `fastemb.offload.HostStates`, which says how. The
             result is that of a step on the CPU, bit for bit. Not with ``capturable`` and

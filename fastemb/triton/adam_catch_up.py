@@ -19,6 +19,8 @@ from fastemb._row_checks import check
 from fastemb.triton.bags import divide, on, square_root
 from fastemb.triton.row_steps import adam_change, adam_moments
 from fastemb.triton.rows import (
+    FIRST,
+    SECOND,
     STEP_VARIABLES,
     elementwise_constants,
     in_double,
@@ -222,17 +224,23 @@ def adam_catch_up_kernel(
                 AMSGRAD,
                 ACC,
             )
-            store_moment(exp_avg, at_state, m, mask)
-            store_moment(exp_avg_sq, at_state, v, mask)
+            store_moment(exp_avg, at_state, m, mask, seed, number, column, FIRST, STOCHASTIC)
+            store_moment(exp_avg_sq, at_state, v, mask, seed, number, column, SECOND, STOCHASTIC)
             if AMSGRAD:
-                store_moment(max_exp_avg_sq, at_state, largest, mask)
+                store_moment(
+                    max_exp_avg_sq, at_state, largest, mask, seed, number, column, SECOND,
+                    STOCHASTIC,
+                )  # fmt: skip
         else:
             longest = tl.max(sleep, 0)
             fade1 = integer_power(in_double(beta1), sleep, longest).to(ACC)[:, None]
             fade2 = integer_power(in_double(beta2), sleep, longest).to(ACC)[:, None]
+            next_m, next_v = m * fade1, v * fade2
             # Before the replay, which needs the registers; the parameter is read after it.
-            store_moment(exp_avg, at_state, m * fade1, mask)
-            store_moment(exp_avg_sq, at_state, v * fade2, mask)
+            store_moment(exp_avg, at_state, next_m, mask, seed, number, column, FIRST, STOCHASTIC)
+            store_moment(
+                exp_avg_sq, at_state, next_v, mask, seed, number, column, SECOND, STOCHASTIC
+            )
             root = square_root(largest)
             large = root >= in_double(smallest_root).to(ACC)  # not where it is NaN
             needed = mask & tl.where(large, False, m != 0.0)

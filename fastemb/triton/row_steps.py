@@ -33,6 +33,8 @@ from torch import Tensor
 from fastemb._row_checks import check
 from fastemb.triton.bags import divide, on, square_root
 from fastemb.triton.rows import (
+    FIRST,
+    SECOND,
     STEP_NUMBERS,
     STEP_TENSORS,
     STEP_VARIABLES,
@@ -200,10 +202,12 @@ def elementwise_step_kernel(
             m, v, largest = adam_moments(
                 g, m, v, largest, keep1, keep2, rate1, rate2, state3 is not None
             )
-            store_moment(state1, at_state, m, mask)
-            store_moment(state2, at_state, v, mask)
+            store_moment(state1, at_state, m, mask, seed, number, column, FIRST, STOCHASTIC)
+            store_moment(state2, at_state, v, mask, seed, number, column, SECOND, STOCHASTIC)
             if state3 is not None:
-                store_moment(state3, at_state, largest, mask)
+                store_moment(
+                    state3, at_state, largest, mask, seed, number, column, SECOND, STOCHASTIC
+                )
             change = adam_change(m, largest, eps, factor, divisor, CORRECTED_DENOMINATOR)
             if DECOUPLED:
                 if row_step is None:

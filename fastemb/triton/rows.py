@@ -24,10 +24,14 @@ from fastemb.triton.bags import (
     widen,
 )
 from fastemb.triton.segments import sum_partials, sum_segments
-from fastemb.triton.stochastic import random_bits, round_stochastic, row_key
+from fastemb.triton.stochastic import moment_bits, random_bits, round_stochastic, row_key
 
 # For triton.jit(do_not_specialize=...), as in bags.py.
 STEP_VARIABLES = [*VARIABLES, "grad_rows", "seed"]
+
+# `AdamRounding` of csrc/common/stochastic.h.
+FIRST = tl.constexpr(-1)
+SECOND = tl.constexpr(-2)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -92,8 +96,15 @@ def load_moment(state, at, mask, ACC: tl.constexpr):
 
 
 @triton.jit
-def store_moment(state, at, value, mask):
-    tl.store(state + at, narrow(value, state.dtype.element_ty), mask=mask)
+def store_moment(
+    state, at, value, mask, seed, step, column, stream: tl.constexpr, STOCHASTIC: tl.constexpr
+):
+    dtype: tl.constexpr = state.dtype.element_ty
+    if STOCHASTIC and dtype == tl.bfloat16:
+        random = moment_bits(value, seed, step, column[None, :], stream)
+        tl.store(state + at, round_stochastic(value, random, dtype), mask=mask)
+    else:
+        tl.store(state + at, narrow(value, dtype), mask=mask)
 
 
 @triton.jit
@@ -149,9 +160,10 @@ def store_values(
     param, master, value, at, at_state, mask, seed, step, row, column, STOCHASTIC: tl.constexpr
 ):
     dtype: tl.constexpr = param.dtype.element_ty
+    half: tl.constexpr = dtype == tl.float16 or dtype == tl.bfloat16
     if master is not None:
         tl.store(master + at_state, value, mask=mask)
-    if STOCHASTIC:
+    if STOCHASTIC and (half and master is None):
         random = random_bits(row_key(seed, step, row)[:, None], column[None, :])
         tl.store(param + at, round_stochastic(value, random, dtype), mask=mask)
     else:
@@ -209,9 +221,8 @@ def step_constants(arguments: Mapping[str, Any]) -> dict[str, Any]:
     param = arguments["param"]
     acc = accumulation_dtype(param.dtype)
     one_row = param.shape[0] == 1
-    half = param.dtype in (torch.float16, torch.bfloat16)
     return {
-        "STOCHASTIC": half and arguments["seed"] >= 0,
+        "STOCHASTIC": arguments["seed"] >= 0,
         # A constant (see bags.py), but not another one for each length of a single row.
         "STRIDE": 0 if one_row else row_stride(param),
         "ACC": TRITON_DTYPES[acc],

@@ -42,6 +42,13 @@ def random_bits(key, column):
 
 
 @triton.jit
+def moment_bits(x, seed, step, column, stream: tl.constexpr):
+    """uint32, of a moment of Adam in f32: a function of its value, not of its row."""
+    key = row_key(seed, step, tl.full((), stream, tl.int64))
+    return random_bits(key + (x.to(tl.uint32, bitcast=True).to(tl.uint64) << 32), column)
+
+
+@triton.jit
 def round_stochastic(x, random, dtype: tl.constexpr):
     """f32 to fp16 or bf16. What is NaN, infinite or would round past the largest finite value is
     rounded to nearest.
