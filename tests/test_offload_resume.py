@@ -26,7 +26,7 @@ from torch import nn
 
 import fastemb
 from fastemb import offload
-from fastemb.offload import OffloadEngine
+from fastemb.offload import IntegrityError, OffloadEngine
 
 pytestmark = limits
 
@@ -247,6 +247,29 @@ def test_tables_in_memory_may_move_to_shared_memory() -> None:
     train_case(case, plain, plain_optimizer, case.batches() * 2)
     assert saved(model, optimizer) == saved(plain, plain_optimizer)
     assert engine.verify() == {"t0": []}
+
+
+def test_torn_rows_are_reset_before_an_optimizer_makes_room(tmp_path: Path) -> None:
+    case = Case(steps=4)
+    engine, _, _ = run_files(case, tmp_path, case.batches())
+    engine.flush()
+    host = engine.tables["t0"].host
+    host.mark_dirty()
+    host.records[3, 20] ^= 1
+    engine.transfers.close()
+    host.close()
+    again = new_engine(cache=18, storage=tmp_path, resume=True, recover=True)
+    with pytest.warns(RuntimeWarning, match="row 3 is torn"):
+        model, optimizer = build(Case(optimizer="Adam amsgrad"), again)
+    loss_of(model, {**case.batches()[0], "lookups": {"t0": {"input": torch.tensor([[5]])}}})
+    with raises(IntegrityError, "'t0'", "row 3"):
+        again.flush()
+    again.reset_rows("t0", torch.tensor([3]), {"weight": torch.ones(1, 3)})
+    train_case(case, model, optimizer, case.batches())
+    state = optimizer.state_dict()["state"][0]
+    assert float(state["step"]) == 8
+    assert "max_exp_avg_sq" in state
+    again.close()
 
 
 def test_modules_that_are_made_in_files_have_the_values_of_torch(tmp_path: Path) -> None:

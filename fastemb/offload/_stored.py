@@ -199,7 +199,9 @@ class StoredTable:
         if not self._sealed:
             self.host.seal()
             self.host.flush(self.engine.step)
-        if layout != self.host.layout:
+        if self.host.torn:  # until they are reset there can be no other records
+            self._states = _row_states(self.host.layout)
+        elif layout != self.host.layout:
             anew = {state.name for state in self._states} - there
             self.host = self.host.rebuilt(layout, anew=anew)
             self._fresh = {f.name: f.fill for f in layout.fields if f.name in anew}
