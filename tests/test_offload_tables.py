@@ -140,14 +140,15 @@ def test_the_state_dict_of_an_engine_goes_into_another() -> None:
         assert {f: bits(v) for f, v in fields.items()} == {
             f: bits(v) for f, v in want[name].items()
         }
-    # So does a step that is not there.
+    # States without a step leave that as it is.
     other.load_state_dict({n: {f: v for f, v in t.items() if f != "step"} for n, t in want.items()})
-    assert float(other.state_dict()["t0"]["step"]) == 0
-    # A weight alone begins anew with the states.
+    assert float(other.state_dict()["t0"]["step"]) == len(batches)
+    # A weight alone begins anew with the states, and with the step.
     other.load_state_dict({name: fields["weight"] for name, fields in want.items()})
     table = other.state_dict()["t0"]
     assert bits(table["weight"]) == bits(want["t0"]["weight"])
     assert not table["exp_avg"].any()
+    assert float(table["step"]) == 0
 
 
 def test_a_state_dict_that_does_not_fit_changes_nothing() -> None:

@@ -409,10 +409,10 @@ class StoredTable:
                 )
             if value.is_complex():
                 raise ValueError(f"{where}: {name} must be real, got {value.dtype}")
-        step = values.get("step", torch.zeros((), device="cpu"))
-        if not (step >= 0 and step.isfinite()):
+        step = values.get("step")
+        if step is not None and not (step >= 0 and step.isfinite()):
             raise ValueError(f"{where}: step must be finite and not negative, got {float(step)}")
-        return {**values, "step": step}
+        return dict(values)
 
     @alone
     @torch.no_grad()

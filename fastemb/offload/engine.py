@@ -397,7 +397,8 @@ class OffloadEngine:
 
         Args:
             state_dict: name of each table -> its fields, or its weight. States that are not there
-                begin anew, and so does the step count.
+                begin anew. The step count begins anew with a weight alone; beside states without a
+                "step" it stays.
 
         Raises:
             KeyError: a table is missing, or is none of the engine.
