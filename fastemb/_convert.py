@@ -88,11 +88,11 @@ def convert(
 
     Raises:
         ValueError: a module that cannot be converted, by name, with the reason: a subclass with
-            methods or attributes of its own, a ``forward`` set on the module, a parametrized or
-            quantized one, or a change of dtype of a weight that another, unconverted module uses.
-            Also a name in ``skip`` or ``boundary`` that is not in the model, or one in ``boundary``
-            that is no plain `nn.Linear`. With ``offload`` also a table with hooks or a gradient, a
-            weight that another, unconverted module uses, and what the engine refuses.
+            methods or attributes of its own, a ``forward`` set on the module, a parametrized,
+            quantized or scripted one, or a change of dtype of a weight that another, unconverted
+            module uses. Also a name in ``skip`` or ``boundary`` that is not in the model, or one in
+            ``boundary`` that is no plain `nn.Linear`. With ``offload`` also a table with hooks or a
+            gradient, a weight that another, unconverted module uses, and what the engine refuses.
         TypeError: a dtype outside those above, or an argument of the wrong type.
         RuntimeError: a table whose dtype changes while gradients of ``sparse="fused"`` wait.
         In all cases the model is unchanged.
@@ -235,15 +235,26 @@ def _tables(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _embeddings(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The tables, and the quantized ones, which are classes of another kind."""
+    """The tables, and the quantized and scripted ones, which are classes of another kind."""
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or _is_quantized(module):
+        if (
+            isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+            or _is_quantized(module)
+            or _is_scripted(module)
+        ):
             yield name, module
 
 
 def _is_quantized(module: nn.Module) -> bool:
     kind = type(module)
     return "quantized" in kind.__module__.split(".") and kind.__name__.startswith("Embedding")
+
+
+def _is_scripted(module: nn.Module) -> bool:
+    """By `torch.jit.script` or `torch.jit.trace`, which keep no more than the name of the class."""
+    return isinstance(module, torch.jit.ScriptModule) and (
+        module.original_name in (nn.Embedding.__name__, nn.EmbeddingBag.__name__)
+    )
 
 
 def _select(op: str, model: nn.Module, skip: Skip) -> tuple[dict[str, Any], set[str]]:
@@ -275,6 +286,8 @@ def _obstacle(module: nn.Module) -> str | None:
     """Why a module cannot be converted, as the rest of a sentence; None when it can."""
     if _is_quantized(module):
         return f"is quantized ({type(module).__module__}.{type(module).__name__})"
+    if _is_scripted(module):
+        return "was scripted or traced by torch.jit: convert the model before that"
     if parametrize.is_parametrized(module):
         return "is parametrized (torch.nn.utils.parametrize): its weight is computed, not stored"
     base = _base(module)
@@ -353,13 +366,24 @@ def _refuse_waiting(op: str, tables: dict[str, Any]) -> None:
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether they overlap; disjoint views of one buffer do not."""
     if is_lazy(a) or is_lazy(b):  # no memory yet
         return False
     try:
-        address = a.untyped_storage().data_ptr()
-        return address != 0 and address == b.untyped_storage().data_ptr()
+        (begin_a, end_a), (begin_b, end_b) = _span(a), _span(b)
     except (RuntimeError, NotImplementedError):  # fake, sparse and other tensors without memory
         return False
+    return begin_a != 0 and begin_a < end_b and begin_b < end_a
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """First address, and the one behind the last; 0, 0 for a tensor without elements."""
+    if tensor.numel() == 0:
+        return 0, 0
+    begin = tensor.data_ptr()
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in strides)
+    return begin, begin + (last + 1) * tensor.itemsize
 
 
 def _refuse_disagreement(ours: dict[str, Any], origins: dict[str, _Origin]) -> None:

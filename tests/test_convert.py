@@ -415,6 +415,32 @@ def test_the_same_memory_under_two_parameters() -> None:
     fastemb.convert(model)
 
 
+def test_disjoint_views_of_one_buffer() -> None:
+    flat = torch.arange(12.0)
+    model = nn.ModuleDict({"a": nn.Embedding(3, 2), "b": nn.Embedding(3, 2)})
+    model["a"].weight = nn.Parameter(flat[:6].view(3, 2))
+    model["b"].weight = nn.Parameter(flat[6:].view(3, 2))
+    fastemb.convert(model, dtype=torch.float16)
+    assert torch.equal(torch.cat([model[name].weight.flatten() for name in "ab"]).float(), flat)
+    model["a"].weight = nn.Parameter(flat[:6].view(3, 2))
+    model["b"].weight = nn.Parameter(flat[4:10].view(3, 2))
+    refused(model, "a and b have different parameters in the same memory", dtype=torch.float64)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_scripted() -> None:
+    model = nn.ModuleDict({"net": nn.Sequential(nn.Embedding(3, 2)), "table": nn.Embedding(3, 2)})
+    ids = torch.tensor([1])
+    for net in (torch.jit.script(model["net"]), torch.jit.trace(model["net"], (ids,))):
+        model["net"] = net
+        with pytest.raises(ValueError, match=r"convert: net\.0 was scripted or traced"):
+            fastemb.convert(model)
+        assert type(model["table"]) is nn.Embedding
+    report = fastemb.convert(model, skip=["net"])
+    assert [row.name for row in report] == ["table"]
+    assert [row.action for row in fastemb.revert(model)] == ["reverted"]
+
+
 def test_parametrized() -> None:
     model = nn.Sequential(nn.Embedding(3, 2))
     parametrize.register_parametrization(model[0], "weight", Doubled())
