@@ -217,6 +217,12 @@ def check_weight(op: str, weight: Tensor) -> None:
         )
     if weight.dim() != 2:
         raise ValueError(f"{op}: weight must be 2-D, got {_got(weight)}")
+    _check_layout(op, "weight", weight)
+
+
+def _check_layout(op: str, name: str, tensor: Tensor) -> None:
+    if tensor.layout != torch.strided and type(tensor) in (Tensor, Parameter):
+        raise ValueError(f"{op}: {name} must be a dense tensor, got one of {tensor.layout}")
 
 
 def check_sparse(op: str, sparse: Sparse) -> None:
@@ -236,6 +242,7 @@ def _check_input(op: str, input: Tensor, weight: Tensor) -> None:
         raise TypeError(f"{op}: input must be a tensor, got {type(input).__name__}")
     if input.dtype not in _INDEX_DTYPES:
         raise TypeError(f"{op}: input must be int32 or int64, got {_got(input)}")
+    _check_layout(op, "input", input)
     if input.device != weight.device:
         raise ValueError(
             f"{op}: input must be on weight's device {weight.device}, got {input.device}"
@@ -258,6 +265,7 @@ def _check_bags(op: str, input: Tensor, offsets: Tensor | None, include_last_off
         raise TypeError(f"{op}: offsets must be 1-D int32 or int64, got {_got(offsets)}")
     if offsets.dim() != 1:
         raise ValueError(f"{op}: offsets must be 1-D int32 or int64, got {_got(offsets)}")
+    _check_layout(op, "offsets", offsets)
     if offsets.device != input.device:
         raise ValueError(
             f"{op}: offsets must be on input's device {input.device}, got {offsets.device}"
@@ -278,6 +286,7 @@ def _check_per_sample_weights(op: str, weights: Tensor, input: Tensor, mode: str
             f"{op}: per_sample_weights must be float16, bfloat16, float32 or float64, "
             f"got {_got(weights)}"
         )
+    _check_layout(op, "per_sample_weights", weights)
     if weights.shape != input.shape:
         raise ValueError(
             f"{op}: per_sample_weights must have input's shape {tuple(input.shape)}, "

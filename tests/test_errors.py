@@ -182,6 +182,35 @@ def test_offsets_beyond_an_empty_input() -> None:
 # ---- shapes, dtypes, devices, options ------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["input", "weight", "offsets", "per_sample_weights"])
+def test_sparse_layouts(name: str) -> None:
+    arguments = {
+        "input": IDS,
+        "weight": table(),
+        "offsets": OFFSETS,
+        "per_sample_weights": torch.ones(len(IDS)),
+    }
+    arguments[name] = arguments[name].to_sparse()
+    text = f": {name} must be a dense tensor, got one of torch.sparse_coo"
+    with pytest.raises(ValueError, match=f"embedding_bag{text}"):
+        F.embedding_bag(**arguments, mode="sum")
+    if name in ("input", "weight"):
+        with pytest.raises(ValueError, match=f"embedding{text}"):
+            F.embedding(arguments["input"], arguments["weight"])
+
+
+@pytest.mark.parametrize("kind", [fnn.Embedding, fnn.EmbeddingBag])
+def test_initial_weights(kind: type) -> None:
+    op = kind.__name__
+    for error, text, weight in (
+        (ValueError, "_weight must have the shape (3, 2), got (4, 2)", torch.ones(4, 2)),
+        (ValueError, "weight must be 2-D, got 1-D float32", torch.ones(3)),
+        (TypeError, "weight must be float16,", torch.ones(3, 2, dtype=torch.int64)),
+        (TypeError, "weight must be a tensor, got ndarray", torch.ones(3, 2).numpy()),
+    ):
+        fails(error, f"{op}: {text}", kind, 3, 2, _weight=weight)
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "arguments"),
     [

@@ -12,13 +12,24 @@ from fastemb._memory import advise_huge_pages
 from fastemb._reference import accumulation_dtype
 from fastemb._row_queue import drop, refuse_waiting
 from fastemb._sleeping import wake_all
-from fastemb.functional import TABLE_DTYPES, check_sparse
+from fastemb.functional import TABLE_DTYPES, check_sparse, check_weight
 
 
 def check_table_dtype(op: str, dtype: torch.dtype) -> None:
     """Raise `TypeError` for a dtype that no table can have."""
     if dtype not in TABLE_DTYPES:
         raise TypeError(f"{op}: dtype must be float16, bfloat16, float32 or float64, got {dtype}")
+
+
+def check_initial_weight(op: str, weight: Tensor | None, rows: int, columns: int) -> None:
+    """Raise `TypeError` or `ValueError` for a ``_weight`` that cannot be the table."""
+    if weight is None:
+        return
+    check_weight(op, weight)
+    if tuple(weight.shape) != (rows, columns):
+        raise ValueError(
+            f"{op}: _weight must have the shape ({rows}, {columns}), got {tuple(weight.shape)}"
+        )
 
 
 def keep_full_gradients(weight: Tensor) -> None:

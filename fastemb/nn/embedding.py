@@ -7,7 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from fastemb import functional as F
-from fastemb.nn._table import Table, check_table_dtype, keep_full_gradients
+from fastemb.nn._table import (
+    Table,
+    check_initial_weight,
+    check_table_dtype,
+    keep_full_gradients,
+)
 
 
 @torch.fx.wrap  # one node in a traced graph: a proxy cannot be validated
@@ -85,6 +90,7 @@ class Embedding(Table, nn.Embedding):
         F.resolve_padding(name, padding_idx, num_embeddings)
         if dtype is not None:
             check_table_dtype(name, dtype)
+        check_initial_weight(name, _weight, num_embeddings, embedding_dim)
         super().__init__(
             num_embeddings,
             embedding_dim,

@@ -7,7 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from fastemb import functional as F
-from fastemb.nn._table import Table, check_table_dtype, keep_full_gradients
+from fastemb.nn._table import (
+    Table,
+    check_initial_weight,
+    check_table_dtype,
+    keep_full_gradients,
+)
 
 
 @torch.fx.wrap  # one node in a traced graph: a proxy cannot be validated
@@ -99,6 +104,7 @@ class EmbeddingBag(Table, nn.EmbeddingBag):
         F.check_mode(name, mode, False)  # scale_grad_by_freq fails in use, as in torch
         if dtype is not None:
             check_table_dtype(name, dtype)
+        check_initial_weight(name, _weight, num_embeddings, embedding_dim)
         super().__init__(
             num_embeddings,
             embedding_dim,
