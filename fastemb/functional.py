@@ -221,6 +221,8 @@ def check_weight(op: str, weight: Tensor) -> None:
 
 
 def _check_layout(op: str, name: str, tensor: Tensor) -> None:
+    if tensor.is_nested:
+        raise ValueError(f"{op}: {name} must not be nested; pass its values() and offsets()")
     if tensor.layout != torch.strided and type(tensor) in (Tensor, Parameter):
         raise ValueError(f"{op}: {name} must be a dense tensor, got one of {tensor.layout}")
 

@@ -199,6 +199,15 @@ def test_sparse_layouts(name: str) -> None:
             F.embedding(arguments["input"], arguments["weight"])
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("function", [F.embedding, F.embedding_bag])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_input(function: Callable[..., Tensor], layout: torch.layout) -> None:
+    ids = torch.nested.nested_tensor([IDS, IDS[:1]], layout=layout)
+    with pytest.raises(ValueError, match="input must not be nested; pass its values"):
+        function(ids, table())
+
+
 @pytest.mark.parametrize("kind", [fnn.Embedding, fnn.EmbeddingBag])
 def test_initial_weights(kind: type) -> None:
     op = kind.__name__
