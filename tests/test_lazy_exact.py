@@ -63,7 +63,7 @@ def test_error_is_that_of_dense_fp32_adam(kind: str, options: dict[str, Any]) ->
         {"betas": (0.0, 0.9)},
         {"betas": (0.99, 0.9)},  # the series diverges
         {"betas": (0.9, 0.0)},
-        {"betas": (0.9, 0.01)},
+        {"betas": (0.9, 0.01), "eps": 1e-2},  # a row that sleeps moves far with less
         {"betas": (0.9, 1e-300), "amsgrad": True},
     ],
     ids=str,

@@ -127,7 +127,7 @@ class SGD(RowOptimizer):
         """Have ``step`` be 0 exactly before the step that makes the buffer."""
         super()._add_step(param, group, state)
         if group["momentum"] != 0 and "momentum_buffer" not in state:
-            state["step"].zero_()  # there were steps without momentum
+            state["step"] = torch.zeros_like(state["step"])  # of steps without momentum
 
     def _prepare_dense(self, param: Tensor, group: Options, state: State) -> None:
         if group["momentum"] != 0 and group["dampening"] != 0:
