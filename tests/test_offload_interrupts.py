@@ -29,9 +29,11 @@ pytestmark = limits
 
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGINT)
+    """Those of a program in the foreground; one in the background begins with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
 
 
 def _interrupted(function: Callable[..., Any], at: int) -> Callable[..., Any]:

@@ -149,7 +149,7 @@ def check_dirty(directory: Path, right: list[Fields]) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine = trainee.new_engine(directory, resume=True)
-        trainee.new_model(engine)
+        model, optimizer = trainee.new_model(engine)
     assert engine.verify() == {"table": []}
     engine.close()
     return len(torn)

@@ -192,7 +192,7 @@ FE_DEVICE void step_columns(const typename Step::Problem& a, const Rule& rule, c
 
 // M: the type of Adam's moments, the accumulator of T for the others.
 template <typename T, typename M, template <typename, typename> class StepOf, bool kFused, int V>
-__global__ void __launch_bounds__(kBlock, V == 8 || sizeof(T) == 8 ? 2 : 3)
+__global__ void __launch_bounds__(kBlock, V == 8 || sizeof(T) == 8 || (kFused && sizeof(M) == 2) ? 2 : 3)
     row_step_kernel(typename StepOf<T, M>::Problem a, int32_t lanes, int64_t tiles) {
   using Step = StepOf<T, M>;
   using A = typename AccOf<T>::type;
