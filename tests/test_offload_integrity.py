@@ -31,7 +31,7 @@ from offload_faults import (
     Swapped,
 )
 
-from fastemb.offload import IntegrityError, _transfers
+from fastemb.offload import IntegrityError, _slots, _transfers
 from fastemb.offload._file import HEADER_BYTES
 from fastemb.offload._host import HostTable
 
@@ -180,7 +180,9 @@ def test_a_record_in_the_wrong_slot(
     hit: list[int] = []
 
     def change(where: torch.Tensor) -> torch.Tensor:
-        others = slots.dirty() if content == "dirty" else torch.where(slots.row_of >= 0)[0]
+        # Not slots.dirty(): this is the thread of a lane, the loop may be changing slots.
+        dirty = content == "dirty"
+        others = torch.where(slots._content == _slots._DIRTY if dirty else slots.row_of >= 0)[0]
         others = others[~torch.isin(others, where)]
         if hit or not len(others):
             return where
