@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,15 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
         x = torch.where(x.isnan(), torch.nan, x) if x.is_floating_point() else x
         found.update(x.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
+
+
+def digests_of_threads(digest: Callable[[Any], str]) -> set[str]:
+    """What ``digest(ops)`` of the CPU's operators is on each number of threads."""
+    digests = set()
+    for threads in THREADS:
+        with use_threads(threads):
+            digests.add(digest(_native.backend("cpu")))
+    return digests
 
 
 def digests_of_levels(module: str) -> dict[str, str]:

@@ -22,6 +22,7 @@ from fastemb.amp._groups import Scales
 from fastemb.optim._base import RowOptimizer
 from fastemb.optim._dense import flat, is_dense
 from fastemb.optim._gradients import row_gradient, row_order
+from fastemb.optim._states import LOW_PRECISION
 
 _ops = torch.ops.fastemb
 _COLUMNS = len(GRAD_STATS)
@@ -363,7 +364,7 @@ class GradientCheck:
 
     def _check_rounded(self, grads: Sequence[Tensor], found: Tensor) -> None:
         """Below a scale of 1, what was finite in FP32 need not be so in 16 bits."""
-        narrow = [grad for grad in grads if grad.dtype in (torch.float16, torch.bfloat16)]
+        narrow = [grad for grad in grads if grad.dtype in LOW_PRECISION]
         if narrow:
             _ops.grad_check_(narrow, None, found, None, None, False)
 
