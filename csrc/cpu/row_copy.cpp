@@ -12,20 +12,38 @@ bool whole_lines(const RowPieces& pieces) {
          reinterpret_cast<uintptr_t>(pieces.data[0]) % kLine == 0;
 }
 
-// Line by line, each after a prefetch of the one that is due kRowsAhead rows later.
-void stream_rows(const RowCopy& p, int64_t begin, int64_t end) {
+// How many rows are gathered side by side. Their lines come from memory a fifth faster than one row after the other;
+// written to random places they would go slower.
+inline constexpr int64_t kTogether = 8;
+
+// `kRows` rows from `first` on, line by line, each after a prefetch of the one that is due a group later.
+template <int64_t kRows>
+FE_FUNCTION void stream_group(const RowCopy& p, int64_t first, int64_t end) {
+  char* to[kRows];
+  const char *from[kRows], *ahead[kRows];
+  for (int64_t i = 0; i < kRows; ++i) {
+    const int64_t k = first + i, later = k + kRows < end ? k + kRows : k;
+    to[i] = piece(p.to, 0, number(p.to_rows, k));
+    from[i] = piece(p.from, 0, number(p.from_rows, k));
+    ahead[i] = piece(p.from, 0, number(p.from_rows, later));
+  }
   const int64_t bytes = p.to.bytes[0];
-  for (int64_t k = begin; k < end; ++k) {
-    char* to = piece(p.to, 0, number(p.to_rows, k));
-    const char* from = piece(p.from, 0, number(p.from_rows, k));
-    const char* ahead = k + kRowsAhead < end ? piece(p.from, 0, number(p.from_rows, k + kRowsAhead)) : from;
-    for (int64_t line = 0; line < bytes; line += kLine) {
-      __builtin_prefetch(ahead + line);
+  for (int64_t line = 0; line < bytes; line += kLine) {
+    for (int64_t i = 0; i < kRows; ++i) {
+      __builtin_prefetch(ahead[i] + line);
       for (int64_t b = line; b < line + kLine; b += kVectorBytes) {
-        stream(reinterpret_cast<float*>(to + b), load(reinterpret_cast<const float*>(from + b)));
+        stream(reinterpret_cast<float*>(to[i] + b), load(reinterpret_cast<const float*>(from[i] + b)));
       }
     }
   }
+}
+
+void stream_rows(const RowCopy& p, int64_t begin, int64_t end) {
+  int64_t k = begin;
+  if (p.to_rows == nullptr) {
+    for (; k + kTogether <= end; k += kTogether) stream_group<kTogether>(p, k, end);
+  }
+  for (; k < end; ++k) stream_group<1>(p, k, end);
   stream_fence();
 }
 
