@@ -18,6 +18,17 @@ from fastemb.offload._transfers import Failure
 _ops = torch.ops.fastemb
 
 
+# Elements that torch's operators go through on the calling thread. With more it asks for help of
+# threads whose cores are those of the lanes, and waits until they let go.
+_ON_ONE_THREAD = 1 << 15
+
+
+def _range(numbers: Tensor) -> tuple[int, int]:
+    """The least and the largest of [n], n > 0."""
+    parts = [part.aminmax() for part in numbers.split(_ON_ONE_THREAD)]
+    return min(int(part.min) for part in parts), max(int(part.max) for part in parts)
+
+
 class Lookup(NamedTuple):
     """A lookup in terms of slots.
 
@@ -46,8 +57,10 @@ class Table(TrainedTable):
         return rows[:number], segments[: number + 1].diff(), order
 
     def check_ids(self, op: str, flat: Tensor) -> None:
-        if len(flat) and (int(flat.min()) < 0 or int(flat.max()) >= self.shape[0]):
-            _reference.check_indices(op, flat, self.shape[0], self.name)
+        if len(flat):
+            least, largest = _range(flat)
+            if least < 0 or largest >= self.shape[0]:
+                _reference.check_indices(op, flat, self.shape[0], self.name)
 
     def check_room(self, rows: Tensor) -> None:
         """Raise `CacheTooSmallError` for a batch that the empty cache could not hold."""
@@ -77,7 +90,7 @@ class Table(TrainedTable):
     def _bring(self, rows: Tensor, counts: Tensor) -> HeldRows:
         engine = self.engine
         plan = self.slots.plan(rows, counts)
-        evicted, missing = plan.evicted_rows, rows[plan.missing]
+        evicted, missing = plan.evicted_rows, rows.index_select(0, plan.missing)
         try:
             held = HeldRows(self, rows, plan.slots)
             stored = self.stored  # what this plan evicts is none of its own rows
@@ -85,7 +98,7 @@ class Table(TrainedTable):
                 self.host.mark_dirty()
                 engine.transfers.write_back(self, evicted, plan.evicted_slots, engine.step)
                 evicted = evicted[:0]
-            self._fetch(missing, plan.slots[plan.missing], stored)
+            self._fetch(missing, plan.slots.index_select(0, plan.missing), stored)
             held.delivered = self.delivered
         except BaseException as error:  # no memory, say: the plan must not pass for done
             if len(evicted):
@@ -131,7 +144,7 @@ class Table(TrainedTable):
 
     def _show(self, held: HeldRows) -> None:
         rows, slots = (self._sent(x) for x in (held.rows, held.slots.int()))
-        self._slot_of_current[rows] = slots
+        self._slot_of_current.index_copy_(0, rows, slots)
 
     def _hide(self, held: HeldRows) -> None:
         self._slot_of_current.index_fill_(0, self._sent(held.rows), -1)
@@ -189,7 +202,7 @@ class Table(TrainedTable):
         slots = self._slot_of_current.index_select(0, flat)
         if not on_host:
             slots = slots.masked_fill(outside, -1)
-        elif len(slots) and int(slots.min()) < 0:
+        elif len(slots) and _range(slots)[0] < 0:
             return None
         return slots.view(ids.shape), self.current[-1]
 
