@@ -645,16 +645,16 @@ LIBRARY.impl("embedding_bag_renorm_", _bag_renorm, "FuncTorchBatched")
 
 
 def _count_writes(name: str) -> None:
-    """Let an operator tell autograd that it writes ``weight``, so that what was saved is stale.
+    """Let an operator tell autograd that it has written ``weight``: what was saved is stale.
 
-    The dispatcher does not do so by itself.
+    The dispatcher does not do so by itself. One that raises has written nothing.
     """
     operator = getattr(_ops, name).default
 
     def count(weight: Tensor, *args: Any) -> None:
-        torch.autograd.graph.increment_version(weight)
         with torch._C._AutoDispatchBelowADInplaceOrView():
             operator(weight, *args)
+        torch.autograd.graph.increment_version(weight)
 
     LIBRARY.impl(name, count, "ADInplaceOrView")
 

@@ -416,6 +416,29 @@ def test_max_norm_counts_as_a_change_of_the_table(kind: type) -> None:
         (product.sum() + looked_up.sum()).backward()
 
 
+@pytest.mark.parametrize("kind", [fnn.Embedding, fnn.EmbeddingBag])
+def test_max_norm_that_has_written_nothing_is_no_change(kind: type) -> None:
+    """A loop that leaves out a bad batch can go on to the backward of the one before."""
+    module = kind(3, 2, max_norm=0.1)
+    product = (module.weight @ torch.ones(2, 1, requires_grad=True)).sum()
+    with pytest.raises(IndexError, match="out of range"):
+        module(torch.tensor([[0, 3]]))
+    product.backward()
+    assert module.weight.grad.eq(1).all()
+
+
+@pytest.mark.parametrize("kind", [fnn.Embedding, fnn.EmbeddingBag])
+def test_max_norm_writes_where_saved_tensors_may_change(kind: type) -> None:
+    """autograd clones what it has saved before it is written: at the version that it was saved at."""
+    module = kind(2, 2, max_norm=1.0, _weight=torch.tensor([[3.0, 4.0], [6.0, 8.0]]))
+    other = torch.tensor([[1.0], [2.0]], requires_grad=True)
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        product = module.weight @ other
+        looked_up = module(torch.tensor([[0, 1]]))
+        (product.sum() + looked_up.sum()).backward()
+    assert other.grad.flatten().tolist() == [9.0, 12.0]
+
+
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_buffers_refilled_before_the_backward(mode: str) -> None:
     for position, value in ((0, 3), (1, 0)):

@@ -372,6 +372,21 @@ def test_no_grad_and_inference(kind: type) -> None:
 
 
 @both
+@pytest.mark.parametrize("dim", [3, 1 << 20])  # of small and of recycled buffers
+def test_output_can_be_resized(kind: type, dim: int) -> None:
+    """As what torch makes: operators with out= resize it, and activations are freed this way."""
+    module = kind(5, dim)
+    with torch.no_grad():
+        output, freed = module(IDS), module(IDS)
+    with pytest.warns(UserWarning, match="was resized"):
+        torch.cat([torch.ones(8, dim)], out=output)
+    assert output.shape == (8, dim)
+    assert output.sum() == 8 * dim
+    freed.untyped_storage().resize_(0)
+    assert freed.untyped_storage().nbytes() == 0
+
+
+@both
 def test_meta_device(kind: type) -> None:
     module = kind(5, 3, device="meta", dtype=torch.float16)
     assert module(torch.zeros(2, 3, dtype=torch.int64, device="meta")).device.type == "meta"

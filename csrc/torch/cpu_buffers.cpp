@@ -64,10 +64,7 @@ void* acquire_buffer(int64_t bytes) {
     }
   }
   void* buffer = allocate(size, piece);
-#if defined(MADV_HUGEPAGE)
-  // Advice: plain pages work too.
-  if (piece == kHugePage) (void)madvise(buffer, static_cast<size_t>(size), MADV_HUGEPAGE);
-#endif
+  advise_huge_pages(buffer, size);
   const std::lock_guard<std::mutex> lock(p.mutex);
   p.sizes[buffer] = size;
   return buffer;
@@ -94,6 +91,15 @@ void release_buffer(void* buffer) {
     }
   }
   for (const Buffer& each : surplus) free(each.data);
+}
+
+void advise_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] int64_t bytes) {
+#if defined(MADV_HUGEPAGE)
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(data), mask = static_cast<uintptr_t>(kHugePage) - 1;
+  const uintptr_t first = (begin + mask) & ~mask, last = (begin + static_cast<uintptr_t>(bytes)) & ~mask;
+  // Advice: plain pages work too.
+  if (first < last) (void)madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
 }
 
 int64_t cached_buffer_bytes() {

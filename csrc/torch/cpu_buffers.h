@@ -8,9 +8,10 @@
 
 namespace fastemb {
 
-void* acquire_buffer(int64_t bytes);  // 64-byte aligned, contents unspecified; throws std::bad_alloc
-void release_buffer(void* buffer);    // null is fine
-int64_t cached_buffer_bytes();        // kept, not in use
-void release_cached_buffers();        // back to the system
+void* acquire_buffer(int64_t bytes);                // 64-byte aligned, contents unspecified; throws std::bad_alloc
+void release_buffer(void* buffer);                  // null is fine
+int64_t cached_buffer_bytes();                      // kept, not in use
+void release_cached_buffers();                      // back to the system
+void advise_huge_pages(void* data, int64_t bytes);  // where whole ones fit in
 
 }  // namespace fastemb

@@ -37,6 +37,14 @@ struct CpuBackend {
 
   ErrorReport* error() { return &report; }
 
+  // Not from recycled memory: torch resizes and frees the storage of what a model passes on, and its operators with
+  // out= change the sizes of a tensor before they find that its storage cannot be resized.
+  Tensor output(const std::vector<int64_t>& sizes, ScalarType type) const {
+    Tensor tensor = torch::stable::empty(sizes, type, std::nullopt, device);
+    advise_huge_pages(tensor.mutable_data_ptr(), tensor.numel() * element_bytes(type));
+    return tensor;
+  }
+
   Tensor empty(const std::vector<int64_t>& sizes, ScalarType type) const {
     std::vector<int64_t> strides(sizes.size());
     int64_t elements = 1;

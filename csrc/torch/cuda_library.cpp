@@ -49,6 +49,8 @@ struct CudaBackend {
 
   ErrorReport* error() { return reports.report_for(op, table); }
 
+  Tensor output(const std::vector<int64_t>& sizes, ScalarType type) const { return empty(sizes, type); }
+
   Tensor empty(const std::vector<int64_t>& sizes, ScalarType type) const {
     return torch::stable::new_empty(like, sizes, type);
   }

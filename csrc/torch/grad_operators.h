@@ -147,7 +147,7 @@ struct GradOperators {
     problem.stats = places.counters();
     const std::string no_table;
     Backend backend(op, whole, no_table);
-    Tensor output = backend.empty(std::vector<int64_t>(grad.sizes().begin(), grad.sizes().end()), grad.scalar_type());
+    Tensor output = backend.output(std::vector<int64_t>(grad.sizes().begin(), grad.sizes().end()), grad.scalar_type());
     problem.output = output.mutable_data_ptr();
     backend.boundary_gradient(problem);
     return output;

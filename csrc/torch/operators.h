@@ -6,7 +6,8 @@
 //   check(bags)                    raises for bad ids or offsets before anything is written (CUDA: kernels report)
 //   check_offsets(bags)            the same for offsets alone, before a kernel that reports bad ids
 //   error()                        where kernels report
-//   empty(sizes, type)             an output; zeros(sizes, type)
+//   output(sizes, type)            for the model: a tensor as torch makes it
+//   empty(sizes, type)             for autograd and optimizers, from recycled memory; zeros(sizes, type)
 //   dense_gradient(sizes, type)    zeroed, unless the device's kernel writes the zeros itself
 //   scratch(bytes)                 memory that lives as long as the Backend
 //   bag_forward(problem), ...      launches
@@ -28,7 +29,7 @@ struct Operators {
     const Tensor rows = with_whole_rows(weight);
     std::vector<int64_t> sizes(indices.sizes().begin(), indices.sizes().end());
     sizes.push_back(weight.size(1));
-    Tensor output = backend.empty(sizes, output_dtype);
+    Tensor output = backend.output(sizes, output_dtype);
     Gather problem{};
     problem.bags = tensors.bags;
     problem.weight = rows.const_data_ptr();
@@ -64,7 +65,7 @@ struct Operators {
     set_per_sample(op, samples, problem);
     require(samples == std::nullopt || problem.mode != Mode::max, op, "per_sample_weights must be None in mode 'max'");
     const int64_t num_bags = tensors.bags.num_bags;
-    Tensor output = backend.empty({num_bags, problem.dim}, output_dtype);
+    Tensor output = backend.output({num_bags, problem.dim}, output_dtype);
     Tensor argmax = problem.mode == Mode::max ? backend.empty({num_bags, problem.dim}, ScalarType::Int)
                                               : backend.empty({0}, ScalarType::Int);
     problem.output = output.mutable_data_ptr();
