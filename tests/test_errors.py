@@ -429,7 +429,7 @@ def test_max_norm_that_has_written_nothing_is_no_change(kind: type) -> None:
 
 @pytest.mark.parametrize("kind", [fnn.Embedding, fnn.EmbeddingBag])
 def test_max_norm_writes_where_saved_tensors_may_change(kind: type) -> None:
-    """autograd clones what it has saved before it is written: at the version that it was saved at."""
+    """autograd clones what it has saved before it is written, at the version of then."""
     module = kind(2, 2, max_norm=1.0, _weight=torch.tensor([[3.0, 4.0], [6.0, 8.0]]))
     other = torch.tensor([[1.0], [2.0]], requires_grad=True)
     with torch.autograd.graph.allow_mutation_on_saved_tensors():

@@ -25,6 +25,7 @@ from offload_cases import train as train_case
 import fastemb
 from fastemb.offload import OffloadEngine
 from fastemb.offload._host import HostTable
+from fastemb.offload._stored import StoredTable
 
 pytestmark = limits
 
@@ -382,3 +383,33 @@ def test_states_of_adagrad_that_are_thrown_away() -> None:
         return [*seen, saved(model, optimizer)]
 
     assert run(new_engine(cache=18)) == run(None)
+
+
+def test_a_checkpoint_for_which_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records that cannot grow stay what they are, and those of a table before are loaded."""
+    case, larger = (
+        Case((TableCase(), TableCase(rows=30)), options=o) for o in ({}, {"amsgrad": True})
+    )
+    data = case.batches()
+    in_memory, other = build(larger, None)
+    train_case(larger, in_memory, other, data)
+    model, optimizer = build(case, new_engine(cache=24))
+    train_case(case, model, optimizer, data[:3])
+    before = saved(model, optimizer)
+    make_room = StoredTable._make_room
+
+    def full(self: StoredTable, *args: Any) -> bool:
+        if self.name == "t1":
+            raise MemoryError("no room for t1")
+        return make_room(self, *args)
+
+    monkeypatch.setattr(StoredTable, "_make_room", full)
+    with pytest.raises(MemoryError, match="no room for t1"):
+        optimizer.load_state_dict(other.state_dict())
+    monkeypatch.undo()
+    after = saved(model, optimizer)
+    assert after[0] == before[0]
+    assert [key for key in before[1] if after[1][key] != before[1][key]] == [0]
+    assert not optimizer.param_groups[0]["amsgrad"]
+    optimizer.load_state_dict(other.state_dict())
+    assert saved(model, optimizer)[1] == saved(in_memory, other)[1]

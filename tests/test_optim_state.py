@@ -600,6 +600,39 @@ def test_loading_adds_no_options(cls: type[optim.Adam]) -> None:
     assert repr(pickle.loads(pickle.dumps(optimizer))) == before
 
 
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_state_dict_that_cannot_be_loaded_changes_nothing(cls: type[optim.Adam]) -> None:
+    """Neither where a state cannot be copied, nor where a hook raises afterwards."""
+    more = {"momentum": 0.9} if cls is optim.SGD else {}
+    optimizer = cls([nn.Parameter(torch.ones(2, 3)) for _ in range(2)], **more)
+    train(optimizer, 0)
+    good = copy.deepcopy(optimizer.state_dict())
+    train(optimizer, 1)
+    before, group = snapshot(optimizer), dict(optimizer.param_groups[0])
+    bad = copy.deepcopy(good)
+    moment = next(n for n, value in bad["state"][1].items() if n != "step" and value is not None)
+    bad["state"][1][moment] = bad["state"][1][moment].to("meta")
+    bad["param_groups"][0]["lr"] = 5.0
+    with pytest.raises(NotImplementedError, match="meta"):
+        optimizer.load_state_dict(bad)
+    handle = optimizer.register_load_state_dict_post_hook(lambda _: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.load_state_dict(good)
+    handle.remove()
+    assert snapshot(optimizer) == before
+    assert optimizer.param_groups[0] == group
+    train(optimizer, 2)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_states_loaded_in_inference_mode_are_those_of_training(cls: type[optim.Adam]) -> None:
+    optimizer = cls([nn.Parameter(torch.ones(2, 3))])
+    train(optimizer, 0)
+    with torch.inference_mode():
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(optimizer, 1)
+
+
 @pytest.mark.parametrize("cls", [optim.Adam, optim.AdamW, optim.Adagrad, optim.SGD])
 def test_parameters_on_meta(cls: type[optim.Adam]) -> None:
     p = nn.Parameter(torch.empty(2, 3, device="meta"))

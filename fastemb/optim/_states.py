@@ -344,9 +344,12 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: a state of another shape than its parameter needs, a part of a state or
-                that of another kind of optimizer, or other groups; nothing is changed then.
+                that of another kind of optimizer, or other groups.
             RuntimeError: another optimizer has taken over an offloaded table.
-            IntegrityError: records of one are wrong; nothing is changed then.
+            IntegrityError: records of one are wrong.
+
+            Nothing is changed then, nor by an error of a hook or one for lack of memory. Only of
+            several offloaded tables, which come last, those before the one that fails are loaded.
         """
         for param in chain.from_iterable(group["params"] for group in self.param_groups):
             table = _offloaded.TABLES.get(id(param))
@@ -355,8 +358,14 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 table.flush()
         # After the hooks of the user; __setstate__ comes before those that run after loading.
         handle = self.register_load_state_dict_pre_hook(lambda _, loaded: self._hide(loaded))
+        state, groups = self.state, self.param_groups
         try:
             super().load_state_dict(state_dict)
+        except BaseException:
+            done = {p: s for p, s in self.state.items() if self._has_records(p) and _is_loaded(s)}
+            self.state, self.param_groups = state, groups
+            self.state.update(done)
+            raise
         finally:
             handle.remove()
         if self._offload is not None:
@@ -413,17 +422,20 @@ class StatefulOptimizer(torch.optim.Optimizer):
         if "_offload" in state:  # a copy, or one from a pickle; not what load_state_dict hands over
             self._offload = self._new_offload(state["_offload"])
             self._name_params()
+        params = []
         for group in self.param_groups:
             for name, default in self.defaults.items():
                 group.setdefault(name, default)
-            for param in group["params"]:
-                if param not in self.state:
-                    continue
-                table = _offloaded.TABLES.get(id(param))
-                if table is None:
-                    self.state[param] = self._loaded(param, group, self.state[param])
-                else:
-                    self.state[param] = self._loaded_records(table, param, group, self.state[param])
+            params += [(param, group) for param in group["params"] if param in self.state]
+        # What cannot be undone comes last.
+        params.sort(key=lambda each: self._has_records(each[0]))
+        with torch.inference_mode(False), torch.no_grad():  # states outlive the mode of the caller
+            for param, group in params:
+                load = self._loaded_records if self._has_records(param) else self._loaded
+                self.state[param] = load(param, group, self.state[param])
+
+    def _has_records(self, param: object) -> bool:
+        return id(param) in _offloaded.TABLES
 
     def _loaded(self, param: Tensor, group: Options, state: State) -> State:
         """``state`` with what `_hide` has hidden in the dtype, device and layout of a step."""
@@ -451,10 +463,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
             # and does not keep it up: it is made again when a step needs it.
         return result
 
-    def _loaded_records(
-        self, table: _offloaded.OffloadedTable, param: Tensor, group: Options, state: State
-    ) -> State:
+    def _loaded_records(self, param: Tensor, group: Options, state: State) -> State:
         """The same for an offloaded table, whose records take what a step needs."""
+        table = _offloaded.TABLES[id(param)]
         wanted = self._row_states(param, group)
         values = {n: v.value if isinstance(v, _Hidden) else v for n, v in state.items()}
         given: State = {}
@@ -477,6 +488,10 @@ def _copied(state: State) -> State:
         else value
         for name, value in state.items()
     }
+
+
+def _is_loaded(state: State) -> bool:
+    return not any(isinstance(value, _Hidden) for value in state.values())
 
 
 class _Hidden:
