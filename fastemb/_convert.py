@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from fastemb import _convert_boundary, _convert_offload
-from fastemb._convert_report import ConvertedTable, Report, display, short
+from fastemb._convert_report import ConvertedTable, Report, display, short, taken
 from fastemb._memory import advise_huge_pages
 from fastemb._row_queue import refuse_waiting
 from fastemb._sleeping import wake_all
@@ -37,6 +37,7 @@ _OURS: dict[type[nn.Module], type[Table]] = {
     nn.EmbeddingBag: EmbeddingBag,
 }
 _ORIGIN = "_fastemb_origin"  # attribute of a converted module: what it was
+_ATTRIBUTES = ("output_dtype", "table", _ORIGIN)  # what a converted module has beyond torch's
 # What a subclass may define and still be no more than a torch module once it is built.
 _CONSTRUCTION_ONLY = {
     "__init__",
@@ -89,10 +90,12 @@ def convert(
     Raises:
         ValueError: a module that cannot be converted, by name, with the reason: a subclass with
             methods or attributes of its own, a ``forward`` set on the module, a parametrized,
-            quantized or scripted one, or a change of dtype of a weight that another, unconverted
-            module uses. Also a name in ``skip`` or ``boundary`` that is not in the model, or one in
-            ``boundary`` that is no plain `nn.Linear`. With ``offload`` also a table with hooks or a
-            gradient, a weight that another, unconverted module uses, and what the engine refuses.
+            quantized or scripted one, one with an attribute, buffer or submodule under a name that
+            the new class needs (``table``, ``output_dtype``), or a change of dtype of a weight that
+            another, unconverted module uses. Also a name in ``skip`` or ``boundary`` that is not in
+            the model, or one in ``boundary`` that is no plain `nn.Linear`. With ``offload`` also a
+            table with hooks or a gradient, a subclass of a `fastemb.nn` module, a weight that
+            another, unconverted module uses, and what the engine refuses.
         TypeError: a dtype outside those above, or an argument of the wrong type.
         RuntimeError: a table whose dtype changes while gradients of ``sparse="fused"`` wait.
         In all cases the model is unchanged.
@@ -125,6 +128,7 @@ def convert(
             )
         sparse = "fused"
         moving = {n: m for n, m in chosen.items() if not _convert_offload.is_offloaded(m)}
+        _convert_offload.refuse_modules(moving)
         _refuse_outside_users("convert", model, chosen, moving, "it cannot be offloaded")
         _refuse_waiting("convert", moving)
     _convert_offload.refuse_changes(chosen, dtype, sparse)
@@ -210,7 +214,7 @@ def revert(model: nn.Module, *, skip: Skip = ()) -> Report:
         _set_dtype(module.weight, origin.dtype)
         module.__class__ = origin.kind
         module.sparse = origin.sparse
-        for attribute in ("output_dtype", "table", _ORIGIN):
+        for attribute in _ATTRIBUTES:
             vars(module).pop(attribute, None)
         # torch rounds the gradient to the dtype of the table; ours may be wider.
         weight = module.weight
@@ -299,6 +303,9 @@ def _obstacle(module: nn.Module) -> str | None:
             f"is a {type(module).__name__}, a subclass of nn.{base.__name__} with its own "
             f"{', '.join(own)}, which the conversion would lose"
         )
+    attribute = None if isinstance(module, Table) else taken(module, _ATTRIBUTES)
+    if attribute is not None:
+        return f"has {attribute!r} of its own, a name that the tables of fastemb.nn need"
     weight = module._parameters.get("weight")
     if weight is None:
         return "has no parameter named weight: it is computed, not stored"

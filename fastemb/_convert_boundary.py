@@ -6,8 +6,10 @@ from collections.abc import Callable, Collection, Iterable
 
 from torch import nn
 
-from fastemb._convert_report import display
+from fastemb._convert_report import display, taken
 from fastemb.amp.boundary import BoundaryLinear
+
+_ATTRIBUTES = ("group", "_scaler", "_boundary_name")  # of a boundary
 
 
 def select(model: nn.Module, boundary: Collection[str]) -> list[nn.Linear]:
@@ -36,6 +38,12 @@ def select(model: nn.Module, boundary: Collection[str]) -> list[nn.Linear]:
             raise ValueError(
                 f"convert: {display(name)} has a forward set on the module itself, which the "
                 "conversion would not replace"
+            )
+        attribute = None if isinstance(module, BoundaryLinear) else taken(module, _ATTRIBUTES)
+        if attribute is not None:
+            raise ValueError(
+                f"convert: {display(name)} has {attribute!r} of its own, a name that a boundary "
+                "needs; rename it"
             )
         chosen.append(module)
     return chosen
@@ -79,5 +87,5 @@ def boundaries(
 def unmake(layers: Iterable[BoundaryLinear]) -> None:
     for layer in layers:
         layer.__class__ = nn.Linear  # type: ignore[assignment]
-        for attribute in ("group", "_scaler", "_boundary_name"):
+        for attribute in _ATTRIBUTES:
             vars(layer).pop(attribute, None)

@@ -7,17 +7,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fastemb._convert_report import display
+from fastemb._convert_report import display, taken
 from fastemb._fused import has_hooks
 from fastemb.nn import Embedding, EmbeddingBag
+from fastemb.nn._table import Table
 
 if TYPE_CHECKING:
-    from fastemb.offload._table import Table
+    from fastemb.offload._table import Table as OffloadedTable
     from fastemb.offload.engine import OffloadEngine
 
 
 def is_offloaded(module: nn.Module) -> bool:
-    return "_table" in vars(module)
+    from fastemb.offload.modules import OffloadedModule  # which imports what convert is part of
+
+    return isinstance(module, OffloadedModule)
 
 
 def check_engine(engine: object) -> None:
@@ -27,6 +30,19 @@ def check_engine(engine: object) -> None:
         raise TypeError(
             f"convert: offload must be an OffloadEngine or None, got {type(engine).__name__}"
         )
+
+
+def refuse_modules(tables: dict[str, Any]) -> None:
+    """Raise `ValueError` for a module that cannot become one of `fastemb.offload`."""
+    for name, module in tables.items():
+        reason = None
+        attribute = taken(module, ("_table", "engine"))
+        if attribute is not None:
+            reason = f"has {attribute!r} of its own, a name that an offloaded table needs"
+        elif isinstance(module, Table) and type(module) not in (Embedding, EmbeddingBag):
+            reason = f"is a {type(module).__name__}, a class of its own, and cannot be offloaded"
+        if reason is not None:
+            raise ValueError(f"convert: {display(name)} {reason}; skip={[name]!r} leaves it alone")
 
 
 def table_name(name: str) -> str:
@@ -53,14 +69,14 @@ def refuse_changes(chosen: dict[str, Any], dtype: torch.dtype | None, sparse: ob
 
 def adopt(
     engine: OffloadEngine, chosen: dict[str, Any], dtype: torch.dtype | None
-) -> dict[str, Table]:
+) -> dict[str, OffloadedTable]:
     """Have the engine take over the tables, all or none; the modules are not changed yet.
 
     Raises:
         ValueError, FileExistsError, ...: what `OffloadEngine.adopt` raises; a table with hooks or a
             gradient.
     """
-    done: dict[str, Table] = {}
+    done: dict[str, OffloadedTable] = {}
     before = list(engine.tables.values())
     try:
         for name, module in chosen.items():
@@ -88,7 +104,7 @@ def give(module: Any, engine: OffloadEngine, name: str) -> None:
     from fastemb.offload import modules  # not above: it imports what convert is part of
 
     kinds = {Embedding: modules.Embedding, EmbeddingBag: modules.EmbeddingBag}
-    if type(module) in kinds:
+    if type(module) in kinds:  # else it is offloaded already
         module.__class__ = kinds[type(module)]
     module._offload(engine, table_name(name))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import overload
 
 import torch
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,12 @@ class Report(Sequence[ConvertedTable]):
 
 def display(name: str) -> str:
     return name or "(the model itself)"
+
+
+def taken(module: nn.Module, names: Iterable[str]) -> str | None:
+    """The first of the names under which a module has something of its own, None for none."""
+    own = (vars(module), module._parameters, module._buffers, module._modules)
+    return next((name for name in names if any(name in kept for kept in own)), None)
 
 
 def short(dtype: torch.dtype) -> str:

@@ -326,6 +326,7 @@ class Own(BoundaryLinear):
         (["tower.7"], ValueError, "boundary must name modules of the model, got 'tower.7'"),
         (["table"], ValueError, "table is a Embedding, and only nn.Linear can become a boundary"),
         (["tower"], ValueError, "tower is a Sequential, and only nn.Linear"),
+        (["tower.2"], ValueError, "tower.2 has 'group' of its own, a name that a boundary needs"),
         (["tower.1"], ValueError, "tower.1 has a forward set on the module itself"),
         (True, TypeError, "boundary must be names of modules, got True"),
     ],
@@ -335,6 +336,8 @@ def test_refused_conversions_change_nothing(
 ) -> None:
     model = towers()
     model["tower"][1].forward = lambda x: x
+    model["tower"].append(nn.Linear(1, 1))
+    model["tower"][2].group = "mine"
     with pytest.raises(error, match=match):
         fastemb.convert(model, boundary=["tower.0", *boundary] if boundary is not True else True)
     assert type(model["tower"][0]) is nn.Linear

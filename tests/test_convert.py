@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -353,6 +354,25 @@ def test_a_forward_of_the_module_itself() -> None:
     model[0].forward = model[0].forward  # of ours: nothing is lost
     fastemb.convert(model, dtype=torch.float16)
     assert model(torch.tensor([1])).dtype == torch.float32
+
+
+OCCUPY = {
+    "attribute": lambda module, name: setattr(module, name, "mine"),
+    "buffer": lambda module, name: module.register_buffer(name, torch.ones(2)),
+    "parameter": lambda module, name: setattr(module, name, nn.Parameter(torch.ones(2))),
+    "submodule": lambda module, name: setattr(module, name, nn.Identity()),
+}
+
+
+@pytest.mark.parametrize("name", ["table", "output_dtype"])
+@pytest.mark.parametrize("occupy", OCCUPY.values(), ids=OCCUPY)
+def test_a_name_that_the_conversion_needs(occupy: Callable[..., None], name: str) -> None:
+    model = nn.Sequential(nn.Embedding(3, 2), nn.Embedding(3, 2))
+    occupy(model[1], name)
+    refused(model, f"convert: 1 has '{name}' of its own", dtype=torch.float16)
+    fastemb.convert(model, skip=["1"])
+    fastemb.revert(model)
+    assert hasattr(model[1], name)
 
 
 def test_a_table_without_weight() -> None:

@@ -301,6 +301,17 @@ def _subclass(model: Any) -> None:
     model.tables[1] = Own(60, 8)
 
 
+def _subclass_of_ours(model: Any) -> None:
+    class Own(fastemb.nn.EmbeddingBag):
+        pass
+
+    model.tables[1] = Own(60, 8)
+
+
+def _name_in_use(model: Any) -> None:
+    model.tables[1].engine = "mine"
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -309,8 +320,10 @@ def _subclass(model: Any) -> None:
         (_tied_outside, ("tables.1", "outside.weight", "it cannot be offloaded")),
         (_empty, ("'tables.1'", "must have rows and columns", "(0, 8)")),
         (_subclass, ("tables.1", "Own")),
+        (_subclass_of_ours, ("tables.1", "Own", "cannot be offloaded")),
+        (_name_in_use, ("tables.1", "'engine' of its own")),
     ],
-    ids=["hooks", "gradient", "tied", "empty", "subclass"],
+    ids=["hooks", "gradient", "tied", "empty", "subclass", "subclass of ours", "name"],
 )
 def test_a_refused_model_is_as_it_was(change: Any, text: tuple[str, ...]) -> None:
     model = plain()
