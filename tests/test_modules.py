@@ -473,16 +473,35 @@ def test_gradient_that_was_there_before_grad_dtype() -> None:
     assert weight.grad[2].tolist() == [3, 3, 3]
 
 
-def test_failed_conversion_keeps_the_gradient() -> None:
-    module = fnn.Embedding(5, 3)
-    module.weight.grad = torch.ones(5, 3)
+@pytest.mark.parametrize("fails", ["weight", "gradient", "buffer"])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_failed_conversion_keeps_the_gradient(fails: str, sparse: bool) -> None:
+    module = fnn.Embedding(5, 3, sparse=sparse)
+    module.register_buffer("other", torch.ones(1))
+    module(torch.tensor([1])).sum().backward()
+    expected = dense(module.weight.grad).double()
 
-    def fail(_: Tensor) -> Tensor:
-        raise RuntimeError("no")
+    def fail(tensor: Tensor) -> Tensor:
+        matrix = "weight" if tensor.requires_grad else "gradient"
+        if fails == ("buffer" if tensor.dim() == 1 else matrix):
+            raise RuntimeError("no")
+        return tensor.double()
 
     with pytest.raises(RuntimeError, match="no"):
         module._apply(fail)
-    assert module.weight.grad is not None
+    # As in torch, what comes before a buffer has been converted.
+    assert module.weight.dtype == (torch.float64 if fails == "buffer" else torch.float32)
+    assert module.weight.grad.dtype == module.weight.dtype
+    assert torch.equal(dense(module.weight.grad).double(), expected)
+
+
+def test_a_sparse_gradient_cannot_be_shared() -> None:
+    """As in torch, and it is still there."""
+    module = fnn.Embedding(5, 3, sparse=True)
+    module(torch.tensor([1])).sum().backward()
+    with pytest.raises(NotImplementedError):
+        module.share_memory()
+    assert module.weight.grad.to_dense().sum() == 3
 
 
 def test_tied_head() -> None:

@@ -126,21 +126,25 @@ class Table(nn.Module):
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
             self._restore_grad_dtype()
             return self
+        with torch.no_grad():
+            moved = fn(grad)  # first, for where that fails nothing has changed
         weight.grad = None
         try:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         except BaseException:
-            weight.grad = grad
+            self._give_back(grad, grad)
             raise
+        self._give_back(grad, moved)
+        return self
+
+    def _give_back(self, grad: Tensor, moved: Tensor) -> None:
+        """Set the gradient to ``moved``, or to ``grad`` as it fits the weight."""
         self._restore_grad_dtype()
         weight = self._parameter()  # not always the one from before
-        with torch.no_grad():
-            moved = fn(grad)
         wanted = accumulation_dtype(weight.dtype)
-        if moved.dtype != wanted:
-            moved = grad.to(device=moved.device, dtype=wanted)
+        if moved.dtype != wanted or moved.device != weight.device:
+            moved = grad.to(device=weight.device, dtype=wanted)
         weight.grad = moved
-        return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
