@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _functorch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastemb import _reference, _transforms
@@ -282,13 +284,7 @@ def _weight_gradient(
     order, rows, segments, num_rows = _ops.group_indices(
         indices, offsets, num_embeddings, padding_idx, include_last_offset
     )
-    if not sparse:
-        out_rows = num_embeddings
-    elif num_rows.is_meta:
-        out_rows = min(indices.numel(), num_embeddings)  # what it is at most
-    else:
-        # The number of distinct rows is data: reading it is the one host sync here.
-        out_rows = int(num_rows.item())
+    out_rows = _count_rows(rows, num_rows, num_embeddings) if sparse else num_embeddings
     # No detour through the dispatcher when there is nothing to derive again.
     below = not torch.is_grad_enabled() and _functorch.peek_interpreter_stack() is None
     row_gradient = embedding_bag_backward if below else _ops.embedding_bag_backward
@@ -330,6 +326,18 @@ def _weight_gradient(
     return gradient
 
 
+def _count_rows(rows: Tensor, num_rows: Tensor, num_embeddings: int) -> int:
+    """How many of the rows count: the one host sync of a backward, for that is data.
+
+    What they are at most where no tensor has values. A graph that is recorded so will see real ones
+    and must not contain that bound, so there it stays torch's error.
+    """
+    without_values = num_rows.is_meta or (
+        isinstance(num_rows, FakeTensor) and get_proxy_mode() is None
+    )
+    return min(rows.shape[0], num_embeddings) if without_values else int(num_rows.item())
+
+
 def _keep_coalesced(leaf: weakref.ref[Tensor], gradient: Tensor) -> None:
     """Autograd drops the coalesced flag when it stores a sparse gradient; set it again.
 
@@ -347,7 +355,9 @@ def _keep_coalesced(leaf: weakref.ref[Tensor], gradient: Tensor) -> None:
         # A weak reference keeps no memory, yet while it lives no other storage compares equal:
         # an address would, once the gradient is freed and its memory in use again.
         parts = (tensor._indices(), tensor._values())
-        return tuple((StorageWeakRef(x.untyped_storage()), x.data_ptr(), x.shape) for x in parts)
+        return tuple(
+            (StorageWeakRef(x.untyped_storage()), x.storage_offset(), x.shape) for x in parts
+        )
 
     ours = identity(gradient)
 
@@ -447,7 +457,7 @@ def _row_gradient_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None
         return (None,) * 17
     saved = ctx.saved_tensors
     grad_output, indices, offsets, per_sample_weights, argmax, _, rows, segments, num_rows = saved
-    count = int(num_rows.item())
+    count = _count_rows(rows, num_rows, ctx.num_embeddings)
     used = rows[:count]
     values = grad.index_select(0, used) if ctx.dense else grad
     if ctx.scale_grad_by_freq:

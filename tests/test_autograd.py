@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fastemb import functional as F
 from fastemb import nn as fnn
@@ -344,6 +347,28 @@ def test_freed_gradients_do_not_lend_their_address() -> None:
     Backward.apply(weight).backward()
     assert weight.grad._values().data_ptr() == gradient()._values().data_ptr()
     assert not weight.grad.is_coalesced()
+
+
+@pytest.mark.parametrize("sparse", [True, "fused"])
+def test_sparse_gradients_of_fake_tensors(sparse: Any) -> None:
+    with FakeTensorMode():
+        for kind in (fnn.Embedding, fnn.EmbeddingBag):
+            module = kind(50, 2, sparse=sparse)
+            module(torch.zeros(2, 3, dtype=torch.int64)).sum().backward()
+            grad = module.weight.grad
+            assert (type(grad), grad.layout, grad.shape) == (FakeTensor, torch.sparse_coo, (50, 2))
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_a_recorded_backward_does_not_guess_the_number_of_rows(mode: str) -> None:
+    """torch records nothing that depends on data, and a bound would be wrong in the graph."""
+
+    def gradient(weight: Tensor, ids: Tensor) -> Tensor:
+        loss = F.embedding(ids, weight, sparse=True).sum()
+        return torch.autograd.grad(loss, weight)[0]._values()
+
+    with pytest.raises((RuntimeError, GuardOnDataDependentSymNode)):
+        make_fx(gradient, tracing_mode=mode)(table(), IDS)
 
 
 def test_sparse_gradients_on_meta() -> None:
