@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -368,8 +369,11 @@ def _keep_coalesced(leaf: weakref.ref[Tensor], gradient: Tensor) -> None:
             stored._coalesced_(True)
 
     handle = weight.register_post_accumulate_grad_hook(mark)
-    # `torch.autograd.grad` stores nothing.
-    torch.autograd.Variable._execution_engine.queue_callback(handle.remove)
+    # `torch.autograd.grad` stores nothing. A backward that raises does not call what is queued, but
+    # lets go of it.
+    remove = partial(handle.remove)
+    weakref.finalize(remove, handle.remove)
+    torch.autograd.Variable._execution_engine.queue_callback(remove)
 
 
 @torch.library.register_fake("fastemb::group_indices", lib=LIBRARY)

@@ -318,6 +318,27 @@ def test_another_gradient_is_not_marked_coalesced(change: str) -> None:
     assert weight.grad._nnz() == 4
 
 
+@pytest.mark.parametrize("where", ["this weight", "elsewhere"])
+def test_a_backward_that_raises_leaves_no_hook(where: str) -> None:
+    def refuse(grad: Tensor) -> Tensor:
+        raise ValueError("no")
+
+    module = fnn.Embedding(4, 2, sparse=True)
+    scale = torch.nn.Parameter(torch.ones(2))
+    loss = (module(IDS[:2]) * (scale * 2).exp()).sum()
+    handle = (module.weight if where == "this weight" else scale).register_hook(refuse)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no"):
+            loss.backward(retain_graph=True)
+        assert not module.weight._post_accumulate_grad_hooks
+    handle.remove()
+    module.weight.grad = None
+    loss.backward()
+    assert module.weight.grad.is_coalesced()
+    module.sparse = "fused"  # which refuses hooks
+    module(IDS[:2])
+
+
 def test_freed_gradients_do_not_lend_their_address() -> None:
     from fastemb._ops import _keep_coalesced
 
