@@ -171,6 +171,8 @@ def _queue(
         )  # fmt: skip
     else:
         grad = grad_output.detach()
+        if grad._is_zerotensor():  # has no memory, and contiguous() leaves it so
+            grad = grad.clone()
         if (grad.dtype == torch.float64) != (grad_dtype == torch.float64):
             grad = grad.to(grad_dtype)
         sources, coefficients = order, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -296,6 +297,21 @@ def test_gradients_of_the_weights_of_samples() -> None:
         ids, samples = torch.randint(0, ROWS, (4, 3)), torch.rand(4, 3)
         twins.run(train)
         assert found[-2] == found[-1]
+        twins.assert_equal()
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_zeros_without_memory(mode: str) -> None:
+    """What autograd passes on where a tangent or a gradient is zero everywhere."""
+    twins = Twins(fnn.EmbeddingBag(ROWS, DIM, mode=mode, sparse=True), optim.SGD, momentum=0.9)
+
+    def train(gradient: Tensor, model: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        model(torch.tensor([[1, 2], [2, 3]])).backward(gradient)
+        optimizer.step()
+
+    for gradient in (torch.ones(2, DIM), torch._efficientzerotensor((2, DIM))):
+        twins.run(partial(train, gradient))
         twins.assert_equal()
 
 
