@@ -7,8 +7,10 @@ offsets is checked by the operators themselves: on the CPU before anything is wr
 
 from __future__ import annotations
 
+import operator
 import warnings
-from typing import Literal
+from numbers import Real
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -71,7 +73,7 @@ def embedding(
         gradients have the dtype of ``weight`` and are never sparse.
 
     Raises:
-        TypeError: a dtype outside those above.
+        TypeError: a dtype outside those above, an option of another type.
         ValueError: a shape, device or option that does not fit.
         IndexError: an id outside ``[0, num_embeddings)``.
         RuntimeError: see ``sparse``; when the lookup is made, in the backward or in the step.
@@ -79,6 +81,7 @@ def embedding(
     op = "embedding"
     check_weight(op, weight)
     check_sparse(op, sparse)
+    check_options(op, scale_grad_by_freq, False, table)
     _check_input(op, input, weight)
     pad = resolve_padding(op, padding_idx, weight.shape[0])
     dtype = _resolve_output_dtype(op, output_dtype, weight)
@@ -143,6 +146,7 @@ def embedding_bag(
     op = "embedding_bag"
     check_weight(op, weight)
     check_sparse(op, sparse)
+    check_options(op, scale_grad_by_freq, include_last_offset, table)
     _check_input(op, input, weight)
     _check_bags(op, input, offsets, include_last_offset)
     check_mode(op, mode, scale_grad_by_freq)
@@ -232,6 +236,17 @@ def check_sparse(op: str, sparse: Sparse) -> None:
         raise TypeError(f"{op}: sparse must be True, False or 'fused', got {sparse!r}")
 
 
+def check_options(op: str, scale_grad_by_freq: bool, include_last_offset: bool, table: str) -> None:
+    for name, flag in (
+        ("scale_grad_by_freq", scale_grad_by_freq),
+        ("include_last_offset", include_last_offset),
+    ):
+        if not isinstance(flag, int):  # 0 and 1 will do, as for sparse
+            raise TypeError(f"{op}: {name} must be True or False, got {flag!r}")
+    if not isinstance(table, str):
+        raise TypeError(f"{op}: table must be a string, got {table!r}")
+
+
 def check_mode(op: str, mode: str, scale_grad_by_freq: bool) -> None:
     if mode not in _MODES:
         raise ValueError(f"{op}: mode must be 'sum', 'mean' or 'max', got {mode!r}")
@@ -305,16 +320,22 @@ def resolve_padding(op: str, padding_idx: int | None, num_embeddings: int) -> in
     """Non-negative padding row, -1 for none."""
     if padding_idx is None:
         return -1
+    try:
+        row = None if isinstance(padding_idx, bool) else operator.index(padding_idx)
+    except TypeError:
+        row = None
+    if row is None:
+        raise TypeError(f"{op}: padding_idx must be an integer or None, got {padding_idx!r}")
     if num_embeddings == 0:
         raise ValueError(
             f"{op}: padding_idx must be None for a table of no rows, got {padding_idx}"
         )
-    if not -num_embeddings <= padding_idx < num_embeddings:
+    if not -num_embeddings <= row < num_embeddings:
         raise ValueError(
             f"{op}: padding_idx must be within [-{num_embeddings}, {num_embeddings}), "
             f"got {padding_idx}"
         )
-    return padding_idx % num_embeddings
+    return row % num_embeddings
 
 
 def _resolve_output_dtype(op: str, output_dtype: torch.dtype | None, weight: Tensor) -> torch.dtype:
@@ -336,11 +357,11 @@ def _renorm(
     offsets: Tensor | None = None,
     include_last_offset: bool = False,
 ) -> None:
+    options = (_number("max_norm", max_norm), _number("norm_type", norm_type), table)
     if not max_norm >= 0:
         raise ValueError(f"embedding_renorm_: max_norm must not be negative, got {max_norm}")
     if not norm_type > 0:
         raise ValueError(f"embedding_renorm_: norm_type must be positive, got {norm_type}")
-    options = (float(max_norm), float(norm_type), table)
     with torch.no_grad():
         if offsets is None:
             torch.ops.fastemb.embedding_renorm_(weight, input, *options)
@@ -348,6 +369,13 @@ def _renorm(
             torch.ops.fastemb.embedding_bag_renorm_(
                 weight, input, offsets, include_last_offset, *options
             )
+
+
+def _number(name: str, value: Any) -> float:
+    one_element = isinstance(value, Tensor) and value.numel() == 1  # which torch takes, too
+    if not isinstance(value, (int, float, Real)) and not one_element:
+        raise TypeError(f"embedding_renorm_: {name} must be a number, got {value!r}")
+    return float(value)
 
 
 def _queues_gradients(op: str, weight: Tensor, table: str) -> bool:

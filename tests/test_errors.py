@@ -249,6 +249,18 @@ def test_initial_weights(kind: type) -> None:
         ),
         (ValueError, "padding_idx must be within [-5, 5), got 5", {"padding_idx": 5}),
         (ValueError, "padding_idx must be within [-5, 5), got -6", {"padding_idx": -6}),
+        (TypeError, "padding_idx must be an integer or None, got '1'", {"padding_idx": "1"}),
+        (TypeError, "padding_idx must be an integer or None, got 1.5", {"padding_idx": 1.5}),
+        (TypeError, "padding_idx must be an integer or None, got True", {"padding_idx": True}),
+        (
+            TypeError,
+            "scale_grad_by_freq must be True or False, got None",
+            {"scale_grad_by_freq": None},
+        ),
+        (TypeError, "table must be a string, got 1", {"table": 1}),
+        (TypeError, "max_norm must be a number, got '1'", {"max_norm": "1"}),
+        (TypeError, "max_norm must be a number, got tensor(", {"max_norm": torch.ones(2)}),
+        (TypeError, "norm_type must be a number, got None", {"max_norm": 1.0, "norm_type": None}),
         (
             TypeError,
             "output_dtype must be float16, bfloat16, float32 or float64, got torch.int32",
@@ -300,6 +312,11 @@ def test_common_arguments(kind: type[Exception], text: str, arguments: dict[str,
             ValueError,
             "offsets must hold at least one element with include_last_offset, got 0",
             {"offsets": OFFSETS[:0], "include_last_offset": True},
+        ),
+        (
+            TypeError,
+            "include_last_offset must be True or False, got None",
+            {"offsets": OFFSETS, "include_last_offset": None},
         ),
         (
             ValueError,
@@ -361,6 +378,12 @@ def test_constructors(kind: type) -> None:
     name = kind.__name__
     with pytest.raises(ValueError, match=rf"{name}: padding_idx must be within \[-5, 5\), got 7"):
         kind(5, 2, padding_idx=7)
+    with pytest.raises(TypeError, match=f"{name}: padding_idx must be an integer .* got 1.5"):
+        kind(5, 2, padding_idx=1.5)
+    with pytest.raises(TypeError, match=f"{name}: scale_grad_by_freq must be .* got None"):
+        kind(5, 2, scale_grad_by_freq=None)
+    with pytest.raises(TypeError, match=f"{name}: table must be a string, got 7"):
+        kind(5, 2, table=7)
     with pytest.raises(TypeError, match=f"{name}: dtype must be .* got torch.int64"):
         kind(5, 2, dtype=torch.int64)
     with pytest.raises(TypeError, match=f"{name}: output_dtype must be .* got torch.int8"):

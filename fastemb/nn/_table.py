@@ -12,7 +12,7 @@ from fastemb._memory import advise_huge_pages
 from fastemb._reference import accumulation_dtype
 from fastemb._row_queue import drop, refuse_waiting
 from fastemb._sleeping import wake_all
-from fastemb.functional import TABLE_DTYPES, check_sparse, check_weight
+from fastemb.functional import TABLE_DTYPES, check_options, check_sparse, check_weight
 
 
 def check_table_dtype(op: str, dtype: torch.dtype) -> None:
@@ -65,6 +65,7 @@ class Table(nn.Module):
     output_dtype: torch.dtype | None = None
     table: str = ""
     sparse: Any  # Sparse; torch's classes say bool
+    scale_grad_by_freq: bool
 
     def _finish_init(self, output_dtype: torch.dtype | None, table: str) -> None:
         op = type(self).__name__
@@ -75,6 +76,8 @@ class Table(nn.Module):
                 f"got {output_dtype}"
             )
         check_sparse(op, self.sparse)
+        last: Any = getattr(self, "include_last_offset", False)
+        check_options(op, self.scale_grad_by_freq, last, table)
         self.output_dtype = output_dtype
         self.table = table
         keep_full_gradients(self._parameter())

@@ -65,7 +65,7 @@ class Embedding(Table, nn.Embedding):
         input ``(*)``, int32 or int64; output ``(*, embedding_dim)``.
 
     Raises:
-        TypeError: a dtype outside those above.
+        TypeError: a dtype outside those above, an option of another type.
         ValueError: an option out of its range.
     """
 

@@ -77,7 +77,7 @@ class EmbeddingBag(Table, nn.EmbeddingBag):
         ``(num_bags + 1,)`` under ``include_last_offset``; output ``(num_bags, embedding_dim)``.
 
     Raises:
-        TypeError: a dtype outside those above.
+        TypeError: a dtype outside those above, an option of another type.
         ValueError: an option out of its range.
     """
 
