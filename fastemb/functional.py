@@ -19,6 +19,7 @@ from torch._compile import _disable_dynamo
 from torch.nn import Parameter
 
 from fastemb import _fused, _ops, _transforms
+from fastemb._renorm import renorm_
 from fastemb._sleeping import TABLES, wake_batch, wake_batch_outside_graph
 
 __all__ = ["embedding", "embedding_bag"]
@@ -363,12 +364,7 @@ def _renorm(
     if not norm_type > 0:
         raise ValueError(f"embedding_renorm_: norm_type must be positive, got {norm_type}")
     with torch.no_grad():
-        if offsets is None:
-            torch.ops.fastemb.embedding_renorm_(weight, input, *options)
-        else:
-            torch.ops.fastemb.embedding_bag_renorm_(
-                weight, input, offsets, include_last_offset, *options
-            )
+        renorm_(weight, input, offsets, include_last_offset, *options)
 
 
 def _number(name: str, value: Any) -> float:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp
+from torch._ops import OpOverload
+from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, vjp
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 
 from fastemb import functional as F
@@ -204,6 +206,46 @@ def test_max_norm_of_wrong_ids_writes_nothing(bad: int) -> None:
         with pytest.raises(IndexError, match="embedding_renorm_: index"):
             torch.vmap(lambda w, i: F.embedding(i, w, max_norm=1.0))(tables, torch.tensor(ids))
     assert torch.equal(tables, before)
+
+
+def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
+    table = x.clone()
+    return F.embedding(PAIRS, table, max_norm=1.0), table
+
+
+def _scaled_bag(x: Tensor) -> tuple[Tensor, Tensor]:
+    table = x.clone()
+    closed = torch.tensor([0, 3, 3])  # row 3 is in no bag
+    return F.embedding_bag(IDS, table, closed, max_norm=1.0, include_last_offset=True), table
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("lookup", [_scaled, _scaled_bag])
+def test_max_norm_made_functional(lookup: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+    tables = torch.stack([TABLE, TABLE * 2])
+    expected = lookup(TABLE)
+    assert_close(functionalize(lookup)(TABLE), expected)
+    assert_close(functionalize(torch.vmap(lookup))(tables), torch.vmap(lookup)(tables))
+    assert_close(torch.vmap(functionalize(lookup))(tables), torch.vmap(lookup)(tables))
+    graph = make_fx(functionalize(lookup))(TABLE)
+    assert_close(graph(TABLE), expected)
+    called = [node.target for node in graph.graph.nodes if isinstance(node.target, OpOverload)]
+    assert torch.ops.fastemb.renormed.default in called
+    assert not any(target._schema.is_mutable for target in called)
+
+
+@pytest.mark.parametrize("bag", [False, True])
+def test_max_norm_of_a_negated_table(bag: bool) -> None:
+    weight = torch.complex(TABLE, -TABLE).conj().imag
+    assert weight.is_neg()
+    plain = weight.resolve_neg()
+    for table in (weight, plain):
+        if bag:
+            F.embedding_bag(IDS, table, OFFSETS, max_norm=1.0)
+        else:
+            F.embedding(IDS, table, max_norm=1.0)
+    assert torch.equal(weight, plain)
+    assert weight[0].norm() < 1.001
 
 
 def test_transforms_of_something_else() -> None:
