@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
@@ -47,6 +48,7 @@ _CONSTRUCTION_ONLY = {
     "extra_repr",
     "from_pretrained",
 }
+_CHECKED_ELEMENTS = 1 << 20  # at a time, so that a large table is not copied twice
 # What Python itself puts into a class.
 _BOOKKEEPING = {"_abc_impl", "__annotate__", "__annotate_func__"}
 
@@ -91,11 +93,12 @@ def convert(
         ValueError: a module that cannot be converted, by name, with the reason: a subclass with
             methods or attributes of its own, a ``forward`` set on the module, a parametrized,
             quantized or scripted one, one with an attribute, buffer or submodule under a name that
-            the new class needs (``table``, ``output_dtype``), or a change of dtype of a weight that
-            another, unconverted module uses. Also a name in ``skip`` or ``boundary`` that is not in
-            the model, or one in ``boundary`` that is no plain `nn.Linear`. With ``offload`` also a
-            table with hooks or a gradient, a subclass of a `fastemb.nn` module, a weight that
-            another, unconverted module uses, and what the engine refuses.
+            the new class needs (``table``, ``output_dtype``), a change of dtype of a weight that
+            another, unconverted module uses, or to one that cannot hold a value. Also a name in
+            ``skip`` or ``boundary`` that is not in the model, or one in ``boundary`` that is no
+            plain `nn.Linear`. With ``offload`` also a table with hooks or a gradient, a subclass of
+            a `fastemb.nn` module, a weight that another, unconverted module uses, and what the
+            engine refuses.
         TypeError: a dtype outside those above, or an argument of the wrong type.
         RuntimeError: a table whose dtype changes while gradients of ``sparse="fused"`` wait.
         In all cases the model is unchanged.
@@ -132,6 +135,9 @@ def convert(
         _refuse_outside_users("convert", model, chosen, moving, "it cannot be offloaded")
         _refuse_waiting("convert", moving)
     _convert_offload.refuse_changes(chosen, dtype, sparse)
+    if dtype is not None:
+        for name, module in changing.items():
+            _refuse_overflow("convert", name, module, dtype)
     if offload is not None:
         for module in chosen.values():
             wake_all(module.weight)
@@ -170,7 +176,8 @@ def revert(model: nn.Module, *, skip: Skip = ()) -> Report:
 
     Raises:
         ValueError: a subclass of a `fastemb` module or a table without its weight, by name, or a
-            change of dtype of a weight that another, unreverted module uses.
+            change of dtype of a weight that another, unreverted module uses, or to one that cannot
+            hold a value.
         TypeError: an argument of the wrong type.
         RuntimeError: gradients of ``sparse="fused"`` wait for a step.
         In all cases the model is unchanged.
@@ -195,6 +202,8 @@ def revert(model: nn.Module, *, skip: Skip = ()) -> Report:
     _refuse_outside_users("revert", model, ours, offloaded, "it cannot leave its engine")
     _refuse_disagreement(ours, origins)
     _refuse_waiting("revert", ours)
+    for name, module in changing.items():
+        _refuse_overflow("revert", name, module, origins[name].dtype)
 
     _convert_boundary.unmake(_convert_boundary.boundaries(model, skip))
     shares = _ties(model)
@@ -365,6 +374,32 @@ def _refuse_outside_users(
                     f"{op}: {display(name)} and {display(other_name)} have different parameters "
                     f"in the same memory, so {so}; use one parameter for both"
                 )
+
+
+def _refuse_overflow(op: str, name: str, module: Any, dtype: torch.dtype) -> None:
+    """A value that is finite must not become an infinity."""
+    weight = module.weight.detach()
+    limit = torch.finfo(dtype).max
+    if limit >= torch.finfo(weight.dtype).max or weight.numel() == 0:
+        return
+    if weight.is_meta or is_fake(weight):
+        return
+    wake_all(module.weight)
+    if _convert_offload.is_offloaded(module):
+        _convert_offload.write_back(module)
+    rows = max(1, _CHECKED_ELEMENTS // weight.shape[1])
+    for first in range(0, weight.shape[0], rows):
+        part = weight[first : first + rows]
+        low, high = (extreme.item() for extreme in part.aminmax())
+        if low >= -limit and high <= limit:
+            continue
+        lost = part.isfinite() & ~part.to(dtype).isfinite()  # a little more is rounded down to it
+        if lost.any():
+            row, column = lost.nonzero()[0].tolist()
+            raise ValueError(
+                f"{op}: {display(name)} has a value of {part[row, column].item():g} in row "
+                f"{first + row}, which {short(dtype)} cannot hold; skip={[name]!r} leaves it alone"
+            )
 
 
 def _refuse_waiting(op: str, tables: dict[str, Any]) -> None:

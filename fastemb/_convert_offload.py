@@ -109,6 +109,13 @@ def give(module: Any, engine: OffloadEngine, name: str) -> None:
     module._offload(engine, table_name(name))
 
 
+def write_back(module: Any) -> None:
+    """Let the weight of an offloaded module be up to date."""
+    table = module._table
+    if table.weight is module.weight:
+        table.flush()
+
+
 def take_back(module: Any) -> None:
     """Give a module its weights back, in memory of its own and up to date."""
     table = module._table

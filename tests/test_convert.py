@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import fastemb
+from fastemb import _convert
 from fastemb import nn as fnn
 
 
@@ -373,6 +375,42 @@ def test_a_name_that_the_conversion_needs(occupy: Callable[..., None], name: str
     fastemb.convert(model, skip=["1"])
     fastemb.revert(model)
     assert hasattr(model[1], name)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "value"),
+    [
+        (torch.float32, torch.float16, 65520.0),
+        (torch.bfloat16, torch.float16, -65536.0),  # the limit, 65504, is no bf16
+        (torch.float32, torch.bfloat16, 3.4e38),
+        (torch.float64, torch.float32, 1e200),
+    ],
+)
+def test_values_that_the_new_dtype_cannot_hold(
+    old: torch.dtype, new: torch.dtype, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_convert, "_CHECKED_ELEMENTS", 4)  # rows 0 and 1, 2 and 3, 4
+    model = nn.Sequential(nn.Embedding(3, 2), nn.Embedding(5, 2), nn.Embedding(0, 2)).to(old)
+    weight = model[1].weight.detach()
+    largest = torch.finfo(new).max * (1 - 2**-8)
+    weight[:2] = torch.tensor([[float("inf"), 0], [largest, 0]])
+    weight[3, 1] = value
+    text = f"convert: 1 has a value of {weight[3, 1].item():g} in row 3, which"
+    refused(model, re.escape(text), dtype=new)
+    weight[3] = torch.tensor([-largest, float("nan")])
+    fastemb.convert(model, dtype=new)
+    assert model[1].weight[:, 0].isfinite().tolist() == [False, True, True, True, True]
+    assert model[1].weight[3, 1].isnan()
+
+
+def test_revert_refuses_values_that_the_old_dtype_cannot_hold() -> None:
+    model = nn.Sequential(nn.Embedding(3, 2).half())
+    fastemb.convert(model, dtype=torch.float32)
+    with torch.no_grad():
+        model[0].weight[2, 0] = 1e5
+    with pytest.raises(ValueError, match="revert: 0 has a value of 100000 in row 2, which float16"):
+        fastemb.revert(model)
+    assert type(model[0]) is fnn.Embedding
 
 
 def test_a_table_without_weight() -> None:

@@ -185,6 +185,21 @@ def test_convert_twice_changes_nothing() -> None:
     assert saved(model, optimizer) == before
 
 
+def test_revert_sees_values_that_are_in_the_cache() -> None:
+    model = nn.Embedding(20, 3).half()
+    fastemb.convert(model, torch.float32, offload=new_engine(cache=8))
+    optimizer = fastemb.optim.SGD(model.parameters(), lr=1e6)
+    model(torch.tensor([2, 5])).float().sum().backward()
+    optimizer.step()
+    with raises(ValueError, "revert: (the model itself)", "in row 2, which float16 cannot hold"):
+        fastemb.revert(model)
+    assert type(model) is offload.Embedding
+    assert model(torch.tensor([2])).isinf().all()  # its outputs are fp16
+    model.load_state_dict({"weight": torch.ones(20, 3)})
+    fastemb.revert(model)
+    assert model.weight.dtype == torch.float16
+
+
 def test_a_model_that_is_a_table_itself() -> None:
     model = nn.Embedding(20, 3)
     engine = new_engine(cache=8)
