@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -64,6 +66,72 @@ def test_wrappers(make: Callable[..., Any]) -> None:
         assert scaler.step_was_skipped(wrapper) == (factor == INF)
         scaler.update()
     assert p.tolist() == [-1.0]
+
+
+class Imitator(Wrapper):
+    """As Lightning's: the class of the optimizer is among its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer)
+        cls = type(optimizer)
+        self.__class__ = type(f"Imitator{cls.__name__}", (type(self), cls), {})
+
+
+class SharingImitator(Imitator):
+    """As Lightning's of before 2.1, with the attributes of the optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        vars(self).update(vars(optimizer))
+        super().__init__(optimizer)
+
+
+@pytest.mark.parametrize("how", ["step", "unscale_", "clip"])
+@pytest.mark.parametrize("scaler_class", [GradScaler, torch.amp.GradScaler])
+@pytest.mark.parametrize("wrap", [Imitator, SharingImitator])
+def test_wrappers_that_imitate_the_class(wrap: Any, scaler_class: Any, how: str) -> None:
+    """What a scaler sets on one would not reach the step of the optimizer in it."""
+    p = nn.Parameter(torch.ones(1))
+    scaler = scaler_class("cpu", init_scale=1024.0)
+    wrapper = wrap(optim.SGD([p], lr=1.0))
+    for factor in (2.0, INF, 2.0):
+        wrapper.zero_grad()
+        backward(scaler, p, factor)
+        if how == "unscale_":
+            scaler.unscale_(wrapper)
+        elif how == "clip" and scaler_class is GradScaler:
+            assert scaler.clip_grad_norm_(wrapper, 1.0).item() == factor
+        scaler.step(wrapper)
+        scaler.update()
+    clipped = how == "clip" and scaler_class is GradScaler
+    assert p.item() == pytest.approx(-1.0 if clipped else -3.0, abs=1e-5)
+    assert scaler.get_scale() == 512.0
+
+
+def test_copies_of_an_optimizer_are_no_wrappers() -> None:
+    optimizer = optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    copies = [copy.copy(optimizer), copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+    assert all(o._step_supports_amp_scaling is True for o in (optimizer, *copies))
+    assert Imitator(optimizer)._step_supports_amp_scaling is False
+
+
+def test_queued_gradients_under_a_wrapper_that_imitates_the_class() -> None:
+    table = fastemb.nn.EmbeddingBag(2, 1, mode="sum", sparse="fused")
+    layer = nn.Linear(1, 1)
+    nn.init.zeros_(table.weight)
+    wrapper: Any = Imitator(optim.SGD([table.weight, *layer.parameters()], lr=1.0))
+    theirs = torch.amp.GradScaler("cpu")
+    theirs.scale(layer(table(torch.tensor([[0]]))).sum()).backward()
+    with pytest.raises(RuntimeError, match=r"torch.amp.GradScaler sees no gradient of .*fused"):
+        theirs.step(wrapper)
+    assert table.weight.count_nonzero() == 0
+    wrapper.zero_grad()
+    ours = GradScaler("cpu", init_scale=1024.0)
+    for factor in (INF, 2.0):
+        wrapper.zero_grad()
+        ours.scale(table(torch.tensor([[0, 0]])).sum() * factor).backward()
+        ours.step(wrapper)
+        ours.update()
+    assert table.weight.flatten().tolist() == [-4.0, 0.0]
 
 
 @pytest.mark.parametrize("groups", [None, {"aux": {}}])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -193,7 +193,7 @@ class GradScaler(CheckingScaler):
         stage = self._per_optimizer_states[id(optimizer)]["stage"]
         if stage is OptState.STEPPED:
             raise RuntimeError("clip_grad_norm_() is being called after step().")
-        fused = isinstance(optimizer, RowOptimizer) and norm_type == 2.0
+        fused = _is_ours(optimizer) and norm_type == 2.0
         by_group = self._skip == "group" and len(self._groups) > 1
         if by_group and not fused:
             raise ValueError(
@@ -249,7 +249,7 @@ class GradScaler(CheckingScaler):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
 
-        ours = isinstance(optimizer, RowOptimizer)
+        ours = _is_ours(optimizer)
         grouped = len(scales) > 1
         on_device = _skips_by_itself(optimizer)
         if self._skip == "group" and grouped and not ours:
@@ -274,7 +274,7 @@ class GradScaler(CheckingScaler):
         try:
             skip, skip_groups = self._to_skip(optimizer)
             self._tell_torch(optimizer, result)
-            if isinstance(optimizer, RowOptimizer):
+            if _is_ours(optimizer):
                 done = self._unscaled_elsewhere(optimizer)
                 self._hand_over(optimizer, result, skip, skip_groups, done)
             elif on_device:
@@ -444,11 +444,18 @@ class GradScaler(CheckingScaler):
         return self._statistics.latest(wait=wait)
 
 
+def _is_ours(optimizer: torch.optim.Optimizer) -> TypeGuard[RowOptimizer]:
+    """Whether the step of an optimizer of `fastemb.optim` sees what is set here."""
+    return isinstance(optimizer, RowOptimizer) and not optimizer._is_wrapper()
+
+
 def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer unscales and skips its step when it is told to, on the device.
 
     A wrapper that passes on what it does not have is not told for the optimizer in it.
     """
+    if isinstance(optimizer, RowOptimizer) and optimizer._is_wrapper():
+        return False
     name = "_step_supports_amp_scaling"
     declared = name in vars(optimizer) or hasattr(type(optimizer), name)
     return declared and bool(getattr(optimizer, name))

@@ -92,6 +92,23 @@ class Offloaded(NamedTuple):
     group: Options
 
 
+class _StepTakesScaling:
+    """True, but False on wrappers that imitate an optimizer, whose step would not see the scaling.
+
+    Can be overridden on an instance, as torch's optimizers do.
+    """
+
+    def __get__(self, optimizer: RowOptimizer | None, owner: type[RowOptimizer]) -> bool:
+        if optimizer is None or not optimizer._is_wrapper():
+            return True
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                queue = _row_queue.waiting(param)
+                if queue is not None:
+                    raise _sees_no_gradient(owner.__name__, queue)
+        return False
+
+
 class RowOptimizer(StatefulOptimizer):
     """Base of the optimizers for dense and row-sparse gradients, in any floating dtype.
 
@@ -102,7 +119,7 @@ class RowOptimizer(StatefulOptimizer):
     """
 
     # The scaler hands over its scale and its flag instead of writing gradients and waiting.
-    _step_supports_amp_scaling = True
+    _step_supports_amp_scaling = _StepTakesScaling()
 
     _param_scaling: Mapping[Tensor, tuple[Tensor | None, Tensor | None]] | None = None
     _clip_coefficient: Tensor | None = None
@@ -300,11 +317,7 @@ class RowOptimizer(StatefulOptimizer):
         queue.check_unchanged()
         scaled = any(getattr(self, name, None) is not None for name in ("grad_scale", "found_inf"))
         if scaled and param not in (self._param_scaling or {}):
-            raise RuntimeError(
-                f"{op}: torch.amp.GradScaler sees no gradient of {queue.table}, which has "
-                "sparse='fused', and cannot tell whether it overflowed; use "
-                "fastemb.amp.GradScaler, or sparse=True"
-            )
+            raise _sees_no_gradient(op, queue)
 
     def _step_groups(self, scaling: StepScaling) -> None:
         positions = count()
@@ -488,6 +501,13 @@ class RowOptimizer(StatefulOptimizer):
     def _keeps_rows(self, state: State) -> bool:
         """Whether a dense step tells the rows of a parameter apart."""
         return self._row_wise or any(name in state for name in ROW_COUNTERS)
+
+
+def _sees_no_gradient(op: str, queue: RowQueue) -> RuntimeError:
+    return RuntimeError(
+        f"{op}: torch.amp.GradScaler sees no gradient of {queue.table}, which has sparse='fused', "
+        "and cannot tell whether it overflowed; use fastemb.amp.GradScaler, or sparse=True"
+    )
 
 
 def _rounds(params: Sequence[tuple[int, Tensor]]) -> Iterator[Sequence[tuple[int, Tensor]]]:

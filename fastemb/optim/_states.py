@@ -62,13 +62,24 @@ class StatefulOptimizer(torch.optim.Optimizer):
     # What keeps dense parameters and their states on the host: option ``offload``.
     _offload: DenseOffload | None = None
 
+    # `id` of the optimizer that it was set for; see `_is_wrapper`.
+    _own_id = 0
+
     def __init__(
         self, params: ParamsT, defaults: Options, offload: str | HostStates | None = None
     ) -> None:
+        self._own_id = id(self)
         if offload is not None:
             self._offload = self._new_offload(offload)
         self._check_options(defaults)
         super().__init__(params, defaults)
+
+    def _is_wrapper(self) -> bool:
+        """Whether this is not an optimizer, but only imitates the class of the one that it wraps.
+
+        Lightning has such. Attributes that are set on one do not reach the step of the other.
+        """
+        return self._own_id != id(self)
 
     def _new_offload(self, offload: object) -> DenseOffload:
         from fastemb.offload._dense import DenseOffload, HostStates  # which need this package
@@ -417,9 +428,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
         known = state.get("defaults", vars(self).get("defaults", {}))
         names = set(known)
         super().__setstate__(state)
+        if "defaults" in state:  # a copy, or one from a pickle; not what load_state_dict hands over
+            self._own_id = id(self)
         for name in self.defaults.keys() - names:
             del self.defaults[name]  # torch gives all optimizers differentiable=False
-        if "_offload" in state:  # a copy, or one from a pickle; not what load_state_dict hands over
+        if "_offload" in state:
             self._offload = self._new_offload(state["_offload"])
             self._name_params()
         params = []
