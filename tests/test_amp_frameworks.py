@@ -22,7 +22,9 @@ def model_of() -> nn.Sequential:
     return nn.Sequential(fastemb.nn.EmbeddingBag(6, 4, sparse=True, mode="sum"), nn.Linear(4, 1))
 
 
-def trained_by_hand(make: Any, scaler: torch.amp.GradScaler, *, low: bool) -> list[Any]:
+def trained_by_hand(
+    make: Any, scaler: torch.amp.GradScaler, *, low: bool, max_norm: float = INF
+) -> list[Any]:
     model = model_of()
     optimizer = make(model.parameters())
     for number in range(4):
@@ -30,6 +32,9 @@ def trained_by_hand(make: Any, scaler: torch.amp.GradScaler, *, low: bool) -> li
         with torch.autocast("cpu", torch.float16, enabled=low):
             loss = loss_of(model, number)
         scaler.scale(loss).backward()
+        if max_norm < INF:
+            scaler.unscale_(optimizer)
+            optim.clip_grad_norm_(model.parameters(), max_norm)
         scaler.step(optimizer)
         scaler.update()
     return [bits(p) for p in model.parameters()]
@@ -48,9 +53,14 @@ def sgd(params: Any) -> torch.optim.SGD:
     return torch.optim.SGD(params, lr=0.1)
 
 
+def own_sgd(params: Any) -> optim.SGD:
+    return optim.SGD(params, lr=0.1)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [adam, sgd])
-def test_lightning(make: Any, tmp_path: Any) -> None:
+@pytest.mark.parametrize("max_norm", [INF, 1.0])
+@pytest.mark.parametrize("make", [adam, sgd, own_sgd])
+def test_lightning(make: Any, max_norm: float, tmp_path: Any) -> None:
     lightning = pytest.importorskip("lightning")
     precision = pytest.importorskip("lightning.pytorch.plugins.precision")
 
@@ -68,6 +78,11 @@ def test_lightning(make: Any, tmp_path: Any) -> None:
         def train_dataloader(self) -> list[int]:
             return [0] * 4
 
+        def configure_gradient_clipping(self, optimizer: Any, **_: Any) -> None:
+            """In place of gradient_clip_val, which refuses optimizers that unscale in the step."""
+            if max_norm < INF:
+                scaler.clip_grad_norm_(optimizer, max_norm)
+
     def plugin() -> tuple[GradScaler, Any]:
         scaler = GradScaler("cpu", init_scale=2.0**8)
         return scaler, precision.MixedPrecision("16-mixed", "cpu", scaler=scaler)
@@ -82,7 +97,10 @@ def test_lightning(make: Any, tmp_path: Any) -> None:
     )  # fmt: skip
     trainer.fit(module)
     assert scaler.get_scale() == 2.0**7
-    want = trained_by_hand(make, torch.amp.GradScaler("cpu", init_scale=2.0**8), low=True)
+    by_hand = GradScaler("cpu", init_scale=2.0**8)
+    if max_norm == INF:
+        by_hand = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    want = trained_by_hand(make, by_hand, low=True, max_norm=max_norm)
     assert [bits(p) for p in module.parameters()] == want
 
     path = tmp_path / "checkpoint.ckpt"
@@ -92,6 +110,31 @@ def test_lightning(make: Any, tmp_path: Any) -> None:
     other, mixed = plugin()
     mixed.load_state_dict(saved)
     assert other.get_scale() == 2.0**7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_norm", [INF, 1.0])
+@pytest.mark.parametrize("scaler_class", [GradScaler, torch.amp.GradScaler])
+def test_fabric(scaler_class: Any, max_norm: float) -> None:
+    """Its wrapper has the class of the optimizer among its own."""
+    lightning = pytest.importorskip("lightning")
+    fabric = lightning.Fabric(accelerator="cpu", devices=1)
+    model, optimizer = fabric.setup(model := model_of(), own_sgd(model.parameters()))
+    assert isinstance(optimizer, optim.SGD)
+    scaler = scaler_class("cpu", init_scale=2.0**8)
+    for number in range(4):
+        optimizer.zero_grad()
+        fabric.backward(scaler.scale(loss_of(model, number)))
+        if max_norm < INF and scaler_class is GradScaler:
+            scaler.clip_grad_norm_(optimizer, max_norm)
+        elif max_norm < INF:
+            scaler.unscale_(optimizer)
+            optim.clip_grad_norm_(model.parameters(), max_norm)
+        scaler.step(optimizer)
+        scaler.update()
+    by_hand = GradScaler("cpu", init_scale=2.0**8)
+    want = trained_by_hand(own_sgd, by_hand, low=False, max_norm=max_norm)
+    assert [bits(p) for p in model.parameters()] == want
 
 
 @pytest.mark.slow
