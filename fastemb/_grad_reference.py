@@ -163,6 +163,6 @@ def _count(grad: Tensor, inv_scale: Tensor | None, stats: Tensor | None) -> None
     for name, mask in counters.items():
         stats[getattr(GRAD_STATS, name)] += mask.sum()
     finite = torch.where(unscaled.isfinite(), unscaled, 0).to(torch.float32)
-    largest = torch.zeros((), device=grad.device) if finite.numel() == 0 else finite.max()
+    largest = finite.max() if finite.numel() > 0 else finite.new_zeros(())
     bits = largest.view(torch.int32).to(torch.int64)
     stats[GRAD_STATS.largest] = torch.maximum(stats[GRAD_STATS.largest], bits)

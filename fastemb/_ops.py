@@ -319,6 +319,7 @@ def _weight_gradient(
         rows.unsqueeze(0),
         values,
         (num_embeddings, values.shape[1]),
+        device=values.device,
         is_coalesced=True,
         check_invariants=False,
     )

@@ -122,8 +122,8 @@ def add_rows_(table: Tensor, rows: Tensor, part: QueuedRows, multiplier: Tensor 
         segments = segments[: rows.shape[0] + 1]
     _ops.row_sgd_(
         table, None, None, rows, part.num_rows, grad, segments, part.sources, part.coefficients,
-        torch.ones((), device=table.device), multiplier, None, -1.0, None, 0.0, False, -1,
-        0.0, 0.0, False,
+        torch.ones((), dtype=torch.float32, device=table.device), multiplier, None, -1.0, None, 0.0,
+        False, -1, 0.0, 0.0, False,
     )  # fmt: skip
 
 

@@ -80,7 +80,7 @@ def square_root(x: Tensor) -> Tensor:
     if x.dtype != torch.float64:
         return x.to(torch.float64).sqrt().to(x.dtype)
     roots = [math.sqrt(value) if value >= 0 else math.nan for value in x.flatten().tolist()]
-    return torch.tensor(roots, dtype=x.dtype).view(x.shape)
+    return torch.tensor(roots, dtype=x.dtype, device=x.device).view(x.shape)
 
 
 def integer_power(base: Tensor, exponent: Tensor) -> Tensor:

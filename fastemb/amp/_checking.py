@@ -153,7 +153,7 @@ class CheckingScaler(GroupedScaler):
         found = self._found(result)
         flags = iteration.flags(scales)
         if flags is None:
-            flags = torch.zeros(groups, groups, 2, device=scales.device)
+            flags = torch.zeros(groups, groups, 2, dtype=torch.float32, device=scales.device)
         packed = torch.cat([found, flags.reshape(-1).float()])
         torch.distributed.all_reduce(
             packed, torch.distributed.ReduceOp.MAX, group=self._process_group
@@ -170,7 +170,7 @@ class CheckingScaler(GroupedScaler):
         flags = [place(f, scales.device) for f in result.found.values()]
         if len(flags) == 1:
             return flags[0]
-        found = torch.zeros(len(scales), device=scales.device)
+        found = torch.zeros(len(scales), dtype=torch.float32, device=scales.device)
         for flag in flags:
             found = torch.maximum(found, flag)
         return found

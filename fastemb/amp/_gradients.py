@@ -73,7 +73,7 @@ class Pass:
 
     def found_on(self, device: torch.device, groups: int) -> Tensor:
         if device not in self.found:
-            self.found[device] = torch.zeros(groups, device=device)
+            self.found[device] = torch.zeros(groups, dtype=torch.float32, device=device)
         return self.found[device]
 
 
@@ -294,7 +294,12 @@ class GradientCheck:
             param,
             values,
             lambda own: torch.sparse_coo_tensor(
-                grad._indices(), own, grad.shape, is_coalesced=True, check_invariants=False
+                grad._indices(),
+                own,
+                grad.shape,
+                device=own.device,
+                is_coalesced=True,
+                check_invariants=False,
             ),
         )
 
@@ -452,6 +457,7 @@ def _rows_of(grad: Tensor, rows: Tensor, values: Tensor, *, distinct: bool = Tru
         rows.unsqueeze(0),
         values,
         grad.shape,
+        device=values.device,
         is_coalesced=distinct,
         check_invariants=False,
     )

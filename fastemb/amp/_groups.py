@@ -181,7 +181,7 @@ class Scales:
     def configure(self, group: int, config: GroupConfig) -> None:
         if self._configs[group] != config:
             self._configs[group] = config
-            self._config_rows[group] = torch.tensor(config.row(), dtype=torch.float64)
+            self._config_rows[group] = torch.tensor(config.row(), dtype=torch.float64, device="cpu")
 
     def inverse(self, group: int, device: torch.device) -> Tensor | None:
         """[] float32, the same tensor until the scales change; None: 1."""

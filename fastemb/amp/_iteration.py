@@ -84,7 +84,7 @@ class Iteration:
         """[2] float32, the ``flags`` of boundary_gradient."""
         self._present |= {inner, outer}
         if device not in self._flags:
-            self._flags[device] = torch.zeros(groups, groups, 2, device=device)
+            self._flags[device] = torch.zeros(groups, groups, 2, dtype=torch.float32, device=device)
         return self._flags[device][inner, outer]
 
     def consume(self, params: Iterable[Tensor]) -> None:
@@ -166,7 +166,7 @@ class Iteration:
         Those of parameters, at a boundary into the group, and at the boundaries out of it, unless
         what had come into the group was not finite already.
         """
-        found = torch.zeros(len(scales), device=scales.device)
+        found = torch.zeros(len(scales), dtype=torch.float32, device=scales.device)
         for result in self.passes.values():
             for flags in result.found.values():
                 found = torch.maximum(found, place(flags, scales.device))

@@ -388,7 +388,9 @@ class OffloadEngine:
                 for field, view in table.host.fields.items()
             }
             if len(table.host.fields) > 1:
-                result[name]["step"] = torch.tensor(table.optimizer_step, device="cpu")
+                result[name]["step"] = torch.tensor(
+                    table.optimizer_step, dtype=torch.float32, device="cpu"
+                )
         return result
 
     @torch.no_grad()

@@ -32,7 +32,7 @@ def require_number(
         raise option_error(op, f"{name} must be {bound}", value)
 
 
-_IN_BOUNDS = torch.tensor(0.5, device="cpu")
+_IN_BOUNDS = torch.tensor(0.5, dtype=torch.float32, device="cpu")
 
 
 def at_hand(value: Any) -> Any:

@@ -65,7 +65,7 @@ def clip_grad_norm_(
         parameters = [parameters]
     found = _with_gradients(parameters)
     if not found:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, dtype=torch.float32)
 
     parts = [None if queue is None else summed(queue.merged()) for _, queue in found]
     values = [
@@ -227,6 +227,7 @@ def _with_values(grad: Tensor, values: Tensor) -> Tensor:
         grad._indices(),
         values,
         grad.shape,
+        device=values.device,
         is_coalesced=grad.is_coalesced(),
         check_invariants=False,
     )
