@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from wrappers import Imitator, SharingImitator, Wrapper
 
 import fastemb
 from fastemb import optim
@@ -42,19 +43,6 @@ def test_closures(make: Callable[..., Any], closure: Callable[..., Any]) -> None
     assert p.tolist() == [0.0]
 
 
-class Wrapper:
-    """As many a framework has one: what it lacks is looked for in the optimizer."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.inner = optimizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def step(self) -> None:
-        self.inner.step()
-
-
 @pytest.mark.parametrize("make", KINDS)
 def test_wrappers(make: Callable[..., Any]) -> None:
     scaler, p = begin()
@@ -66,23 +54,6 @@ def test_wrappers(make: Callable[..., Any]) -> None:
         assert scaler.step_was_skipped(wrapper) == (factor == INF)
         scaler.update()
     assert p.tolist() == [-1.0]
-
-
-class Imitator(Wrapper):
-    """As Lightning's: the class of the optimizer is among its own."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(optimizer)
-        cls = type(optimizer)
-        self.__class__ = type(f"Imitator{cls.__name__}", (type(self), cls), {})
-
-
-class SharingImitator(Imitator):
-    """As Lightning's of before 2.1, with the attributes of the optimizer."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        vars(self).update(vars(optimizer))
-        super().__init__(optimizer)
 
 
 @pytest.mark.parametrize("how", ["step", "unscale_", "clip"])

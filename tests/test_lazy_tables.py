@@ -26,6 +26,7 @@ from lazy_training import (  # noqa: F401  (fixtures)
 )
 from optim_cases import assert_same_bits, coo
 from torch import Tensor, nn
+from wrappers import Imitator, SharingImitator
 
 import fastemb
 from fastemb import nn as fnn
@@ -289,6 +290,26 @@ def test_another_optimizer_takes_over(kind: str) -> None:
         lookup_step(module, other, torch.tensor([2]))
     assert int(optimizer.state[module.weight]["step"]) == 8
     optimizer.flush()
+
+
+@pytest.mark.parametrize("make_other", [Imitator, SharingImitator, copy.copy])
+def test_wrappers_and_copies_with_the_states_wake_rows(make_other: Any) -> None:
+    """Only what has stepped is the owner; these are optimizers of the same rows all the same."""
+    module, optimizer = make()
+    other = make_other(optimizer)
+    for _ in range(2):
+        lookup_step(module, optimizer, torch.arange(ROWS))
+        lookup_step(module, optimizer, torch.tensor([0]))
+        want = flushed_copy(module)
+        other.flush()
+        assert_same_bits(module.weight, want)
+    twin, copied = copy.deepcopy((module, optimizer))
+    for m, o in ((module, optimizer), (twin, copied)):
+        lookup_step(m, o, torch.tensor([1]))
+    got, want = (o.state_dict()["state"][0] for o in (other, copied))
+    assert got.keys() == want.keys()
+    for name in want:
+        assert_same_bits(got[name], want[name])
 
 
 def test_a_cleared_state_begins_anew() -> None:

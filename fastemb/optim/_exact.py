@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from functools import partial
 from threading import Lock
 from typing import NamedTuple
@@ -65,6 +66,10 @@ class SleepingRows:
 
     def belongs_to(self, owner: object) -> bool:
         return self._owner() is owner
+
+    def has_state_in(self, states: Mapping[Tensor, State]) -> bool:
+        param = self._param()
+        return param is not None and states.get(param) is self.state
 
     # ---- for readers of the table ----
 
@@ -225,10 +230,13 @@ def sleepers_of(owner: object, param: Tensor) -> SleepingRows | None:
     return None
 
 
-def all_sleepers_of(owner: object) -> list[SleepingRows]:
-    """Of all parameters, also those that are in no group any more."""
+def all_sleepers_of(owner: torch.optim.Optimizer) -> list[SleepingRows]:
+    """Of all parameters, also those that are in no group any more.
+
+    And those with the states of ``owner``: it may be a wrapper of the optimizer, or a copy.
+    """
     known = [s for s in list(TABLES.values()) if isinstance(s, SleepingRows)]
-    return [sleepers for sleepers in known if sleepers.belongs_to(owner)]
+    return [s for s in known if s.belongs_to(owner) or s.has_state_in(owner.state)]
 
 
 def release(owner: object, param: Tensor, state: State) -> None:
