@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -600,3 +601,19 @@ def test_a_bad_gradient_in_a_later_group_changes_nothing(sparse: Any) -> None:
     bad.grad = None
     optimizer.step()
     assert torch.equal(table.weight[1], before[1] - 1)
+
+
+def test_a_number_as_the_step() -> None:
+    """torch's SparseAdam has one, so that it can be set."""
+    params = []
+    for make in (torch.optim.SparseAdam, optim.SparseAdam, partial(optim.Adam, lazy="rows")):
+        p = nn.Parameter(torch.ones(3, 2))
+        optimizer = make([p], lr=0.1)
+        for _ in range(2):
+            p.grad = coo([1], torch.ones(1, 2), 3)
+            optimizer.step()
+            optimizer.state[p]["step"] = 4
+        assert optimizer.state_dict()["state"][0]["step"] == 4
+        params.append(p.detach())
+    for param in params[1:]:
+        torch.testing.assert_close(param, params[0])

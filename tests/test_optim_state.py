@@ -292,6 +292,30 @@ def test_hooks_of_load_state_dict_see_tensors() -> None:
     assert len(optimizer._optimizer_load_state_dict_pre_hooks) == 1
 
 
+@pytest.mark.parametrize("cls", [torch.optim.SparseAdam, *CLASSES])
+def test_hooks_of_state_dict_see_what_is_saved(cls: type[optim.Adam]) -> None:
+    p = nn.Parameter(torch.ones(3, 2))
+    optimizer = cls([p], lr=0.1)
+    optimizer.state["note"] = 3  # of a user, no state of a parameter
+    train(optimizer, 0)
+    seen: list[Any] = []
+
+    def after(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        seen.append(state_dict["state"])
+        return {"param_groups": state_dict["param_groups"]}
+
+    saved = optimizer.state_dict()
+    assert saved["state"]["note"] == 3
+    optimizer.register_state_dict_post_hook(after)
+    assert list(optimizer.state_dict()) == ["param_groups"]
+    assert len(optimizer._optimizer_state_dict_post_hooks) == 1
+    step = type(saved["state"].get(0, {}).get("step"))
+    assert type(seen[0].get(0, {}).get("step")) is step
+    assert (step is int) == (cls.__name__ == "SparseAdam")
+    optimizer.load_state_dict(saved)
+    assert optimizer.state["note"] == 3
+
+
 # ---- pickle, deepcopy ----
 
 

@@ -232,9 +232,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
         return 0.0
 
     def _add_step(self, param: Tensor, group: Options, state: State) -> None:
-        if "step" not in state:
+        step = state.get("step")
+        if not isinstance(step, Tensor):  # those who edit states of torch's SparseAdam set a number
             device = self._step_device_of(param)
-            steps = self._steps_of(state)
+            steps = self._steps_of(state) if step is None else float(step)
             state["step"] = torch.full((), steps, dtype=torch.float32, device=device)
 
     def _add_moments(self, param: Tensor, group: Options, state: State) -> None:
@@ -295,12 +296,26 @@ class StatefulOptimizer(torch.optim.Optimizer):
                     "optimizer.state, or give it to the parameter in its place"
                 )
         offloaded = self._offloaded_states()
-        state_dict = super().state_dict()
-        params = chain.from_iterable(group["params"] for group in self.param_groups)
-        for index, param in enumerate(params):
-            if param in offloaded:
-                state_dict["state"][index] = offloaded.pop(param)
-        return state_dict
+
+        def complete(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+            saved = state_dict["state"]
+            params = chain.from_iterable(group["params"] for group in self.param_groups)
+            for index, param in enumerate(params):
+                if param in offloaded:
+                    saved[index] = offloaded.pop(param)
+                if index in saved:
+                    saved[index] = self._saved(saved[index])
+
+        # Before the hooks of the user, which may return something else.
+        handle = self.register_state_dict_post_hook(complete, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
+
+    def _saved(self, state: State) -> State:
+        """The state of a parameter as `state_dict` has it."""
+        return state
 
     def _offloaded_states(self) -> dict[Tensor, State]:
         """Copies of the states of offloaded tables, which are brought up to date."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from fastemb.optim._dense_adam import adam_in_one_pass, agrees
 from fastemb.optim._lazy_adam import AdamRows, LazyAdam, default_decay
 from fastemb.optim._options import Options
 from fastemb.optim._scaling import Scaling
-from fastemb.optim._states import ParamsT
+from fastemb.optim._states import ParamsT, State
 
 if TYPE_CHECKING:
     from fastemb.offload._dense import HostStates
@@ -293,6 +293,7 @@ class SparseAdam(AdamRows):
     """`torch.optim.SparseAdam`, which also takes dense gradients, and low precision.
 
     The formula is that of `Adam` for sparse gradients, and for a dense one the same with all rows.
+    As torch's, it has an int ``step`` in `state_dict`, which so waits for the device.
 
     Args:
         params: parameters (or pairs of name and parameter), or groups of them as dicts. Dense
@@ -349,11 +350,6 @@ class SparseAdam(AdamRows):
     def _corrects_denominator(self, group: Options, sparse: bool) -> bool:
         return False
 
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's: ``step`` is an int, which waits for the device."""
-        state_dict = super().state_dict()
-        state_dict["state"] = {
-            key: {**state, "step": int(state["step"])} if "step" in state else state
-            for key, state in state_dict["state"].items()
-        }
-        return state_dict
+    def _saved(self, state: State) -> State:
+        # As torch's: an int, which waits for the device.
+        return {**state, "step": int(state["step"])} if "step" in state else state
