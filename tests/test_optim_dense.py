@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -367,3 +368,33 @@ def test_autograd_notices_the_step() -> None:
         optim.Adam([p]).step()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+@pytest.mark.parametrize("offload", [None, "cpu"])
+@pytest.mark.parametrize("cls", [optim.Adam, optim.AdamW, optim.SparseAdam, optim.SGD])
+def test_loading_before_a_lazy_module_has_shapes(cls: Any, offload: str | None) -> None:
+    def made(features: int = 0) -> tuple[nn.Module, optim.Adam]:
+        torch.manual_seed(0)
+        layer = nn.Linear(features, 3) if features else nn.LazyLinear(3)
+        momentum = {"momentum": 0.9} if cls is optim.SGD else {}
+        return layer, cls(layer.parameters(), lr=0.1, offload=offload, **momentum)
+
+    def step(layer: nn.Module, optimizer: optim.Adam, features: int = 4) -> None:
+        optimizer.zero_grad()
+        layer(torch.ones(2, features)).sum().backward()
+        optimizer.step()
+
+    layer, optimizer = made(4)
+    step(layer, optimizer)
+    checkpoint = copy.deepcopy((layer.state_dict(), optimizer.state_dict()))
+    step(layer, optimizer)
+    other, second = made()
+    second.load_state_dict(checkpoint[1])
+    other.load_state_dict(checkpoint[0])
+    step(other, second)
+    for got, want in zip(other.parameters(), layer.parameters(), strict=True):
+        assert_same_bits(got, want)
+    wrong, third = made()
+    third.load_state_dict(checkpoint[1])
+    with pytest.raises(RuntimeError, match=r"state .* must have shape \(3, 5\), got \(3, 4\)"):
+        step(wrong, third, 5)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from fastemb import _row_queue
@@ -137,7 +138,8 @@ class DenseOffload:
 
     def device_of(self, param: Tensor) -> torch.device:
         """Where new states of a parameter belong."""
-        here = param in self._here or param.numel() == 0 or id(param) in TABLES
+        empty = not is_lazy(param) and param.numel() == 0
+        here = param in self._here or empty or id(param) in TABLES
         return device_of(param) if here else HOST
 
     def begin(self, optimizer: RowOptimizer, scaling: StepScaling) -> None:

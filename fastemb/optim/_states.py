@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.nn.parameter import is_lazy
 
 from fastemb import _offloaded
 from fastemb._memory import advise_huge_pages
@@ -194,7 +195,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """What a state of this name has to look like; None: it is none of ours."""
         if name in ROW_COUNTERS:
             return param.shape[:1]
-        return param.shape if name == "master" or name in self._moment_names else None
+        return param.shape if self._is_own(name) else None
+
+    def _is_own(self, name: str) -> bool:
+        return name in ("master", *ROW_COUNTERS, *self._moment_names)
 
     def _counters(self, param: Tensor, group: Options) -> tuple[str, ...]:
         """Those of `ROW_COUNTERS` that a sparse step with these options keeps."""
@@ -258,9 +262,14 @@ class StatefulOptimizer(torch.optim.Optimizer):
         if name not in state:
             state[name] = self._new_state(param, name, torch.int32).copy_(state["step"])
 
-    def _new_state(self, param: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-        shape = self._state_shape(param, name)
-        if shape is None or shape == param.shape:
+    def _new_state(
+        self, param: Tensor, name: str, dtype: torch.dtype, like: Tensor | None = None
+    ) -> Tensor:
+        """Memory for a state. ``like`` has its shape for a lazy parameter, which has none yet."""
+        shaped = like if like is not None and is_lazy(param) else param
+        shape = self._state_shape(shaped, name)
+        assert shape is not None
+        if shaped is param and shape == param.shape:
             return self._empty_like(param, dtype)
         state = torch.empty(shape, dtype=dtype, device=self._device_of(param))
         advise_huge_pages(state)
@@ -369,8 +378,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
         have stay. All states are copies.
 
         Raises:
-            ValueError: a state of another shape than its parameter needs, a part of a state or
-                that of another kind of optimizer, or other groups.
+            ValueError: a state of another shape than its parameter needs (of a lazy parameter the
+                first step looks at that), a part of a state or that of another kind of optimizer,
+                or other groups.
             RuntimeError: another optimizer has taken over an offloaded table.
             IntegrityError: records of one are wrong.
 
@@ -416,7 +426,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
                     f"state 'step' of parameter {key} must have 1 element", tuple(step.shape)
                 )
             for name, value in states[key].items():
-                shape = self._state_shape(param, name)
+                # Those of a parameter that has no shape yet are looked at before its first step.
+                shape = None if is_lazy(param) else self._state_shape(param, name)
                 if isinstance(value, Tensor) and shape is not None and value.shape != shape:
                     raise self._error(
                         f"state {name!r} of parameter {key} must have shape {tuple(shape)}",
@@ -480,13 +491,13 @@ class StatefulOptimizer(torch.optim.Optimizer):
             elif not isinstance(value, Tensor):
                 if value is not None:  # torch's SGD without momentum
                     result[name] = value
-            elif self._state_shape(param, name) is None:  # somebody else's
+            elif not self._is_own(name):  # somebody else's
                 result[name] = value.detach().to(self._device_of(param), copy=True)
             elif name in self._moment_names:
                 dtype = self._moment_dtype(param, group)
-                result[name] = self._new_state(param, name, dtype).copy_(value)
+                result[name] = self._new_state(param, name, dtype, value).copy_(value)
             elif value.dtype == (torch.float32 if name == "master" else torch.int32):
-                result[name] = self._new_state(param, name, value.dtype).copy_(value)
+                result[name] = self._new_state(param, name, value.dtype, value).copy_(value)
             # Else a master or a row counter has been through torch's optimizer, which casts it
             # and does not keep it up: it is made again when a step needs it.
         return result
