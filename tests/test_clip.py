@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from optim_cases import assert_same_bits, bits, coo, random_rows
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from fastemb.optim import clip_grad_norm_
 
@@ -172,6 +173,35 @@ def test_aliased_gradients_are_scaled_once() -> None:
     assert norm.item() == pytest.approx(48**0.5)
     for grad in (a.grad._values(), b.grad._values(), c.grad, d.grad):
         torch.testing.assert_close(grad, torch.full(grad.shape, 2 / 48**0.5))
+
+
+@pytest.mark.parametrize("whole_first", [False, True])
+def test_gradients_that_overlap_in_part_are_scaled_once(whole_first: bool) -> None:
+    whole = torch.arange(1.0, 7.0)
+    grads = [whole, whole[2:5], whole[5:], whole[:3], whole.view(2, 3).t()]
+    if not whole_first:
+        grads.reverse()
+    rows = coo([0], whole[3:6].view(1, 3), 2)  # shares their memory, too
+    want = torch.cat([g.flatten() for g in (*grads, whole[3:6])])
+    params = [*with_gradients(*grads), *with_gradients(rows)]
+    assert clip_grad_norm_(params, 1.0).item() == pytest.approx(want.norm().item())
+    got = torch.cat(
+        [
+            p.grad.coalesce().values().flatten() if p.grad.is_sparse else p.grad.flatten()
+            for p in params
+        ]
+    )
+    torch.testing.assert_close(got, want / want.norm())
+
+
+def test_gradients_without_memory_of_their_own() -> None:
+    """As that of `DTensor`: two of the same shape are not the same one."""
+    params = [nn.Parameter(TwoTensor(torch.zeros(3), torch.zeros(3))) for _ in range(2)]
+    for param in params:
+        param.grad = TwoTensor(torch.ones(3), torch.ones(3))
+    clip_grad_norm_(params, 1.0, foreach=False)
+    for param in params:
+        torch.testing.assert_close(param.grad.a, torch.full((3,), 6**-0.5))
 
 
 def test_a_parameter_given_twice_counts_once() -> None:

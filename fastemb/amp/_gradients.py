@@ -20,7 +20,7 @@ from fastemb._row_queue import RowQueue
 from fastemb.amp._fingerprint import Fingerprint, parameters
 from fastemb.amp._groups import Scales
 from fastemb.optim._base import RowOptimizer
-from fastemb.optim._dense import flat, is_dense
+from fastemb.optim._dense import MemoryInUse, flat, is_dense
 from fastemb.optim._gradients import row_gradient, row_order
 from fastemb.optim._states import LOW_PRECISION
 
@@ -133,9 +133,8 @@ class GradientCheck:
         self._done = done
         self._refuse = refuse
         self._result = Pass(unscaled=unscale or unscaled)
-        # Memory that others read or that will be written, by storage; and what was looked at
-        # elsewhere before.
-        self._taken: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        self._taken = MemoryInUse()  # that others read or that will be written
+        # What was looked at elsewhere before.
         self._looked_at: list[tuple[Tensor, Tensor, Tensor]] = []
 
     @torch.no_grad()
@@ -404,8 +403,8 @@ class GradientCheck:
             if id(param) in own or grad is None:
                 continue
             values = values_of(grad)
-            if values.layout == torch.strided and values.numel() > 0:
-                self._overlaps(values)
+            if values.layout == torch.strided:
+                self._taken.overlaps(values)
 
     def _writable(
         self, param: Tensor, values: Tensor, gradient: Callable[[Tensor], Tensor]
@@ -417,20 +416,10 @@ class GradientCheck:
         Args:
             gradient: the ``.grad`` that has other values, where these cannot be written.
         """
-        if values.numel() > 0 and (not is_dense(values) or self._overlaps(values)):
+        if values.numel() > 0 and (not is_dense(values) or self._taken.overlaps(values)):
             values = values.clone(memory_format=torch.contiguous_format)
             _set_grad(param, gradient(values))
         return _one_piece(values)
-
-    def _overlaps(self, values: Tensor) -> bool:
-        """Whether another gradient has this memory, or a part of it."""
-        begin = values.data_ptr()
-        last = sum((n - 1) * s for n, s in zip(values.shape, values.stride(), strict=True))
-        end = begin + (last + 1) * values.element_size()
-        ranges = self._taken[values.untyped_storage().data_ptr()]
-        overlaps = any(begin < e and b < end for b, e in ranges)
-        ranges.append((begin, end))
-        return overlaps
 
     def _warn_of_rounding(self, param: Tensor) -> None:
         if self._scales.fixed:

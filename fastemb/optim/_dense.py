@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -49,6 +50,28 @@ def is_dense(tensor: Tensor) -> bool:
 def flat(tensor: Tensor) -> Tensor:
     """The elements of a tensor that `is_dense`, 1-D, in the order of memory."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+class MemoryInUse:
+    """The memory of tensors, from the first to the last element of each."""
+
+    def __init__(self) -> None:
+        self._ranges: dict[int, list[tuple[int, int]]] = defaultdict(list)  # by storage
+
+    def overlaps(self, tensor: Tensor) -> bool:
+        """Whether one that this was asked for before has this memory, or a part of it.
+
+        Never for what has no memory of its own: on "meta", and wrappers such as `DTensor`.
+        """
+        begin = tensor.data_ptr()
+        if begin == 0 or tensor.numel() == 0:
+            return False
+        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        end = begin + (last + 1) * tensor.element_size()
+        ranges = self._ranges[tensor.untyped_storage().data_ptr()]
+        overlaps = any(begin < e and b < end for b, e in ranges)
+        ranges.append((begin, end))
+        return overlaps
 
 
 def laid_out_like(tensor: Tensor, template: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastemb._row_queue import QueuedRows, RowQueue, check_alone, on_host, summed, waiting
-from fastemb.optim._dense import flat, is_dense
+from fastemb.optim._dense import MemoryInUse, flat, is_dense
 from fastemb.optim._gradients import check_sparse, row_gradient, row_order
 
 __all__ = ["clip_grad_norm_"]
@@ -36,7 +36,8 @@ def clip_grad_norm_(
     sparse gradient is that of what it stands for: repeated rows are added up first, in FP32. Norms
     are computed in FP64, and such that powers do not overflow there. A parameter that is given
     twice counts once. Gradients that share their memory, as those of two tables whose outputs were
-    added, are scaled once. Does not wait for the device unless ``error_if_nonfinite``.
+    added, are scaled once; one that has a part of another's gets memory of its own. Does not wait
+    for the device unless ``error_if_nonfinite``.
 
     Args:
         parameters: a tensor or an iterable of tensors whose ``.grad`` is clipped.
@@ -194,14 +195,15 @@ def _scale(
 ) -> None:
     """Multiply every gradient once, also where several share memory."""
     targets: dict[tuple[object, ...], Tensor] = {}
+    in_use = MemoryInUse()
     for param in params:
         grad = _grad(param)
         sparse = grad.layout != torch.strided
         target = grad._values() if sparse else grad
-        if _overlaps_itself(target):
-            target = target.contiguous()
+        if _overlaps_itself(target) or (_place(target) not in targets and in_use.overlaps(target)):
+            target = target.clone(memory_format=torch.contiguous_format)
             param.grad = _with_values(grad, target) if sparse else target
-        targets.setdefault((target.data_ptr(), target.shape, target.stride()), target)
+        targets.setdefault(_place(target), target)
 
     for members in _by_kind([*targets.values(), *queued]).values():
         first = members[0]
@@ -215,6 +217,11 @@ def _scale(
                 member.mul_(coefficient.to(first.device, first.dtype))
         else:
             torch._foreach_mul_(members, coefficient.to(first.device, first.dtype))
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    """Equal for tensors of the same elements; those of wrappers such as `DTensor` are elsewhere."""
+    return (tensor.data_ptr() or id(tensor), tensor.shape, tensor.stride())
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:
