@@ -2,8 +2,9 @@
 
 `fastemb.optim.Adam` with ``lazy="exact"`` lets rows sleep and enters their table here; whoever
 reads the table, or hands it on, wakes them first. A table is known by the id of its parameter:
-neither deepcopy nor pickle carries that along, and a lookup in a table without sleeping rows pays
-for one look into a dict.
+neither deepcopy nor pickle carries that along. Where nothing sleeps, a lookup pays for one look
+into a dict; else, in a tensor that is no such parameter, for the question whether it is a view of
+one.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from torch import Tensor
+from torch._C import _functorch
 from torch._compile import _disable_dynamo
 
 
@@ -28,6 +30,12 @@ class Sleepers(Protocol):
     def wake_all(self) -> None:
         """Catch up all rows."""
 
+    def shares_memory(self, weight: Tensor) -> bool:
+        """Whether ``weight``, another tensor than the parameter, has its memory or a part of it."""
+
+    def is_whole(self, weight: Tensor) -> bool:
+        """Whether ``weight``, which shares memory, has the rows of the parameter and no others."""
+
     def content_version(self) -> int:
         """The version of the parameter, not counting the times that rows were woken."""
 
@@ -37,9 +45,23 @@ TABLES: dict[int, Sleepers] = {}
 
 
 def wake_batch(weight: Tensor, ids: Tensor, padding_idx: int | None) -> None:
+    """Catch up the rows that a lookup reads, or what its ``weight`` is a view of.
+
+    Args:
+        weight: a parameter; a view of one, or another tensor of the same memory, such as
+            ``detach()`` makes; what `torch.func` has wrapped one of these in.
+        ids, padding_idx: of the lookup.
+    """
     sleepers = TABLES.get(id(weight))
     if sleepers is not None:
         sleepers.wake_batch(ids, padding_idx)
+        return
+    weight = _unwrapped(weight)
+    for sleepers in _tables_of(weight):
+        if sleepers.is_whole(weight):
+            sleepers.wake_batch(ids, padding_idx)
+        else:
+            sleepers.wake_all()
 
 
 @_disable_dynamo
@@ -48,10 +70,28 @@ def wake_batch_outside_graph(weight: Tensor, ids: Tensor, padding_idx: int | Non
     wake_batch(weight, ids, padding_idx)
 
 
-def wake_all(weight: Tensor | None) -> None:
-    sleepers = TABLES.get(id(weight))
-    if sleepers is not None:
-        sleepers.wake_all()
+def wake_all(*weights: Tensor) -> None:
+    """Catch up all rows of parameters, and of those that share memory with one of ``weights``."""
+    if TABLES:
+        for weight in weights:
+            for sleepers in _tables_of(_unwrapped(weight)):
+                sleepers.wake_all()
+
+
+wake_all_outside_graph = _disable_dynamo(wake_all)
+
+
+def _unwrapped(weight: Tensor) -> Tensor:
+    while _functorch.is_functorch_wrapped_tensor(weight):  # once for each transform
+        weight = _functorch.get_unwrapped(weight)
+    return weight
+
+
+def _tables_of(weight: Tensor) -> list[Sleepers]:
+    known = TABLES.get(id(weight))
+    if known is not None:
+        return [known]
+    return [sleepers for sleepers in list(TABLES.values()) if sleepers.shares_memory(weight)]
 
 
 class KeptTable:

@@ -393,10 +393,11 @@ def _queues_gradients(op: str, weight: Tensor, table: str) -> bool:
 def _wake(weight: Tensor, input: Tensor, padding_idx: int | None) -> None:
     """Wake rows that ``lazy="exact"`` lets sleep, once the lookup is known to be a good one."""
     if not torch.compiler.is_compiling():
-        if id(weight) in TABLES:
+        if TABLES:
             wake_batch(weight, input, padding_idx)
     # Dynamo guards on what is asked here: as long as there are no such tables, not on each weight.
-    elif TABLES and isinstance(weight, Parameter) and id(weight) in TABLES:
+    # What is no parameter may be a view of one, which only the tensors themselves can tell.
+    elif TABLES and (not isinstance(weight, Parameter) or id(weight) in TABLES):
         wake_batch_outside_graph(weight, input, padding_idx)
 
 

@@ -26,9 +26,12 @@ from lazy_training import (  # noqa: F401  (fixtures)
 )
 from optim_cases import assert_same_bits, coo
 from torch import Tensor, nn
+from torch.func import functional_call, grad, jvp, vjp, vmap
+from torch.nn.utils import parametrize
 from wrappers import Imitator, SharingImitator
 
 import fastemb
+from fastemb import functional as F
 from fastemb import nn as fnn
 from fastemb import optim
 from fastemb._sleeping import TABLES
@@ -123,6 +126,95 @@ def test_cuda_graphs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     module.weight.grad = coo([3], torch.ones(1, DIM), ROWS)
     with pytest.raises(RuntimeError, match=r"a step of a table .* CUDA graph"):
         optimizer.step()
+
+
+# ---- readers that do not have the parameter itself ----
+
+IDS = torch.tensor([3, 5, 0])
+
+VIEWS: dict[str, Callable[[nn.Parameter], Tensor]] = {
+    "detach": lambda w: F.embedding(IDS, w.detach()),
+    "data": lambda w: F.embedding(IDS, w.data),
+    "rows": lambda w: F.embedding(IDS, w[:10]),
+    "columns": lambda w: F.embedding(IDS, w[:, 2:]),
+    "module": lambda w: fnn.Embedding.from_pretrained(w)(IDS),
+    "bag": lambda w: F.embedding_bag(IDS.view(-1, 1), w.view(w.shape), mode="sum"),
+    "vjp": lambda w: vjp(lambda x: F.embedding(IDS, x), w)[0],
+    "jvp": lambda w: jvp(lambda x: F.embedding(IDS, x), (w,), (w,))[0],
+    "grad": lambda w: grad(lambda x: F.embedding(IDS, x).square().sum() / 2)(w)[IDS],
+    "vmap": lambda w: vmap(lambda i: F.embedding(i, w.detach()))(IDS),
+    "functionalize": lambda w: torch.func.functionalize(F.embedding)(IDS, w),
+    "compiled": lambda w: torch.compile(F.embedding, backend="eager")(IDS, w.detach()),
+}
+
+
+@pytest.mark.parametrize("way", VIEWS)
+def test_views_and_transforms_read_rows_that_are_awake(way: str) -> None:
+    module, _optimizer = asleep()
+    want = flushed_copy(module)
+    got = VIEWS[way](module.weight).detach()
+    assert_same_bits(got, want[IDS, -got.shape[1] :])
+
+
+def test_a_whole_view_wakes_the_rows_it_reads() -> None:
+    module, _optimizer = asleep()
+    F.embedding(IDS, module.weight.detach())
+    assert sleeping(module) == set(range(2, ROWS)) - {3, 5}
+    other = fnn.Embedding(ROWS, DIM)
+    F.embedding(IDS, other.weight)
+    assert sleeping(module) == set(range(2, ROWS)) - {3, 5}
+
+
+def test_gradients_of_single_examples() -> None:
+    module, _optimizer = asleep()
+    want = flushed_copy(module)
+
+    def loss(params: dict[str, Tensor], ids: Tensor) -> Tensor:
+        return functional_call(module, params, (ids,)).square().sum() / 2
+
+    params = {name: param.detach() for name, param in module.named_parameters()}
+    got = vmap(grad(loss), in_dims=(None, 0))(params, IDS)["weight"]
+    assert_same_bits(got[range(len(IDS)), IDS], want[IDS])
+    assert torch.count_nonzero(got).item() == IDS.numel() * DIM
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 2
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_parametrized_tables_are_computed_from_rows_that_are_awake(compiled: bool) -> None:
+    module = fnn.Embedding(ROWS, DIM, sparse=True)
+    parametrize.register_parametrization(module, "weight", Doubled())
+    original = module.parametrizations.weight.original
+    optimizer = optim.Adam(module.parameters(), lr=0.05, lazy="exact")
+    peer = nn.Parameter(original.detach().clone())
+    dense = torch.optim.Adam([peer], lr=0.05)
+    lookup = torch.compile(module, backend="eager") if compiled else module
+    for ids in (torch.arange(ROWS), *torch.tensor([[0, 1], [0, 2], [3, 0]])):
+        torch.testing.assert_close(lookup(ids), peer[ids] * 2, rtol=1e-5, atol=1e-6)
+        lookup_step(lookup, optimizer, ids)
+        dense.zero_grad()
+        (peer[ids] * 2).square().sum().backward()
+        dense.step()
+    saved = module.state_dict()["parametrizations.weight.original"]
+    torch.testing.assert_close(saved, peer.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_wake_ups_are_no_part_of_a_trace() -> None:
+    """Not of the graph, which would repeat them; all rows are awake for what is looked up in it."""
+    module, _optimizer = asleep()
+    want = flushed_copy(module)
+    traced = torch.jit.trace(module, (IDS,))
+    assert "catch_up" not in str(traced.graph)
+    assert sleeping(module) == set()
+    assert_same_bits(traced(IDS + 20).detach(), want[IDS + 20])
+    module, _optimizer = asleep()
+    graph = torch.fx.experimental.proxy_tensor.make_fx(lambda ids: module(ids))(IDS)
+    targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    assert targets == [torch.ops.fastemb.embedding.default]
+    assert_same_bits(graph(IDS).detach(), want[IDS])
 
 
 # ---- copies and checkpoints ----

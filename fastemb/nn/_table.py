@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fastemb._memory import advise_huge_pages
 from fastemb._reference import accumulation_dtype
 from fastemb._row_queue import drop, refuse_waiting
-from fastemb._sleeping import wake_all
+from fastemb._sleeping import TABLES, wake_all, wake_all_outside_graph
 from fastemb.functional import TABLE_DTYPES, check_options, check_sparse, check_weight
 
 
@@ -87,6 +87,15 @@ class Table(nn.Module):
         assert weight is not None
         return weight
 
+    def _awake_weight(self) -> Tensor:
+        """``weight`` for a lookup, which wakes rows of a parameter and not what it came from.
+
+        A parametrized module computes it from other parameters.
+        """
+        if TABLES and "weight" not in self._parameters:
+            wake_all_outside_graph(*self.parameters())
+        return cast(Tensor, self.weight)
+
     def reset_parameters(self) -> None:
         wake_all(self._parameter())  # what sleeps is owed to the old values
         # First touch decides the page size, so the advice comes before the initialisation.
@@ -123,7 +132,7 @@ class Table(nn.Module):
         """
         weight = self._parameters.get("weight")
         refuse_waiting(type(self).__name__, weight, "cannot be moved or converted with the table")
-        wake_all(weight)
+        wake_all(*self.parameters())
         grad = None if weight is None else weight.grad
         if weight is None or grad is None:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -155,18 +164,18 @@ class Table(nn.Module):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         # Steps made before do not concern the new values; momentum does, from now on.
-        wake_all(self._parameters.get("weight"))
+        wake_all(*self.parameters())
         super()._load_from_state_dict(*args, **kwargs)
         self._restore_grad_dtype()
 
     # ---- wherever the table is handed on, with rows that may sleep ----
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        wake_all(self._parameters.get("weight"))
+        wake_all(*self.parameters())
         super()._save_to_state_dict(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        wake_all(self._parameters.get("weight"))  # copy, deepcopy and pickle
+        wake_all(*self.parameters())  # copy, deepcopy and pickle
         return super().__reduce_ex__(protocol)
 
     def _restore_grad_dtype(self) -> None:

@@ -110,7 +110,7 @@ class Embedding(Table, nn.Embedding):
         """Rows named by ``input``; see `fastemb.functional.embedding`."""
         return _embedding(
             input,
-            self.weight,
+            self._awake_weight(),
             self.padding_idx,
             self.max_norm,
             self.norm_type,

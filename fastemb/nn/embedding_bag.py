@@ -130,7 +130,7 @@ class EmbeddingBag(Table, nn.EmbeddingBag):
         """One row per bag; see `fastemb.functional.embedding_bag`."""
         return _embedding_bag(
             input,
-            self.weight,
+            self._awake_weight(),
             offsets,
             self.max_norm,
             self.norm_type,

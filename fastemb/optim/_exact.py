@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from threading import Lock
 from typing import NamedTuple
@@ -75,18 +76,21 @@ class SleepingRows:
 
     def wake_batch(self, ids: Tensor, padding_idx: int | None) -> None:
         param = self._param()
-        if param is None or not _fits(ids, param):
+        if param is None:
             return
-        refuse_capture(param, "a lookup in")
+        recorded = torch._C._get_tracing_state() is not None
         transformed = _functorch.peek_interpreter_stack() is not None
-        if self._owner() is None or transformed or type(ids) is not Tensor:
+        if self._owner() is None or recorded or transformed or type(ids) is not Tensor:
             self.wake_all()
             return
+        if not _fits(ids, param):
+            return
+        refuse_capture(param, "a lookup in")
         if self.pending == 0:
             return
         num_embeddings = param.shape[0]
         padding = -1 if padding_idx is None else padding_idx % num_embeddings
-        with torch.no_grad():
+        with torch.no_grad(), _unseen():
             lookups = ids.detach().reshape(-1, 1)
             _, rows, _, num_rows = _ops.group_indices(lookups, None, num_embeddings, padding, False)
             used: Tensor | None = num_rows
@@ -99,11 +103,23 @@ class SleepingRows:
                 self._wake(param, rows, used)
 
     def wake_all(self) -> None:
-        if self._owner() is None:
-            self.retire()
-        else:
-            with self.lock:
-                self._settle()
+        param = self._param()
+        if param is not None:
+            refuse_capture(param, "reading")
+        with _unseen():
+            if self._owner() is None:
+                self.retire()
+            else:
+                with self.lock:
+                    self._settle()
+
+    def shares_memory(self, weight: Tensor) -> bool:
+        param = self._param()
+        return param is not None and torch._C._is_alias_of(param, weight)  # type: ignore[attr-defined]
+
+    def is_whole(self, weight: Tensor) -> bool:
+        param = self._param()
+        return param is not None and _layout(weight) == _layout(param)
 
     def content_version(self) -> int:
         with self.lock:
@@ -259,6 +275,22 @@ def as_table(tensor: Tensor) -> Tensor:
     if tensor.dim() == 2:
         return tensor
     return tensor.reshape(tensor.shape[0] if tensor.dim() else 1, -1)
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Nothing records or transforms what is done here: it is no part of the lookup."""
+    tracing = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        with torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch():
+            yield
+    finally:
+        torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
+
+
+def _layout(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def _fits(ids: object, param: Tensor) -> bool:

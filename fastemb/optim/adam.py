@@ -90,10 +90,11 @@ class Adam(LazyAdam):
     on moving a row whose gradient is zero, its moments fade, and weight decay shrinks it. Such rows
     sleep; before one is read by `fastemb.nn` or `fastemb.functional`, in training or not, or
     updated, all steps that it has slept are made up for, with the learning rates of those steps. A
-    table is caught up whole once in some 1,000 steps, and when betas, eps, an L2 penalty or amsgrad
-    change. Others that read or write such a table have to call `flush` first. A graph of others
-    that has saved the table for its backward is refused by autograd when a later lookup wakes rows.
-    Not within CUDA graphs; `torch.compile` looks up such a table outside its graph.
+    table is caught up whole once in some 1,000 steps, when betas, eps, an L2 penalty or amsgrad
+    change, and by lookups in a view of a part of it or under `torch.func`. Others that read or
+    write such a table have to call `flush` first. A graph of others that has saved the table for
+    its backward is refused by autograd when a later lookup wakes rows. Not within CUDA graphs;
+    `torch.compile` looks up such a table outside its graph.
 
     Raises:
         ValueError: an option outside the values above; a parameter or gradient of another kind.
