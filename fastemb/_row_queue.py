@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
@@ -187,9 +188,24 @@ class RowQueue:
     def __init__(self, weight: Tensor, table: str) -> None:
         self.table = named(weight, table)
         self.consumer: weakref.ref[torch.optim.Optimizer] | None = None
-        self._weight = weakref.ref(weight, partial(_forget, id(weight)))
+        self._weight: Callable[[], Tensor | None] = self._reference_to(weight)
         self._parts: list[QueuedRows] = []
         self._lock = Lock()
+
+    @staticmethod
+    def _reference_to(weight: Tensor) -> weakref.ref[Tensor]:
+        return weakref.ref(weight, partial(_forget, id(weight)))
+
+    @contextmanager
+    def unreferenced(self) -> Iterator[None]:
+        """For the time of it there is no weak reference to the parameter."""
+        weight = self._weight()
+        self._weight = lambda: None
+        try:
+            yield
+        finally:
+            if weight is not None:
+                self._weight = self._reference_to(weight)
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -287,6 +303,11 @@ def check_not_consumed(optimizer: torch.optim.Optimizer, weight: Tensor) -> None
             f"of {queue.table}, which has sparse='fused' (zero_grad() of an optimizer says that "
             "nothing is wanted of it); use sparse=True for a table with two optimizers"
         )
+
+
+def queue_of(weight: Tensor) -> RowQueue | None:
+    """The queue of a parameter, empty or not."""
+    return _QUEUES.get(id(weight))
 
 
 def waiting(weight: Tensor | None) -> RowQueue | None:

@@ -9,6 +9,7 @@ one.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor
@@ -38,6 +39,9 @@ class Sleepers(Protocol):
 
     def content_version(self) -> int:
         """The version of the parameter, not counting the times that rows were woken."""
+
+    def unreferenced(self) -> AbstractContextManager[None]:
+        """For the time of it there is no weak reference to the parameter, nor is it known."""
 
 
 # By id of the parameter. An entry goes when its parameter does.

@@ -31,9 +31,9 @@ from torch.nn.utils import parametrize
 from wrappers import Imitator, SharingImitator
 
 import fastemb
+from fastemb import _row_queue, optim
 from fastemb import functional as F
 from fastemb import nn as fnn
-from fastemb import optim
 from fastemb._sleeping import TABLES
 from fastemb.optim import _lazy_adam
 
@@ -342,6 +342,38 @@ def test_deepcopied_training_goes_on_alike() -> None:
             lookup_step(m, o, torch.tensor([row, row + 20]))
         o.flush()
     assert_same_bits(module.weight, twin.weight)
+
+
+@pytest.mark.parametrize("change", ["double", "load_state_dict"])
+@pytest.mark.parametrize("sparse", [True, "fused"])
+def test_parameters_that_torch_swaps(sparse: bool | str, change: str) -> None:
+    """Instead of giving them other data; they are the same objects afterwards."""
+
+    def train(swap: bool) -> Tensor:
+        module, optimizer = asleep()
+        module.sparse = sparse
+        lookup_step(module, optimizer, torch.tensor([4, 5]))
+        optimizer.zero_grad()
+        arguments = [copy.deepcopy(module.state_dict())] if change == "load_state_dict" else []
+        with torch.no_grad():
+            for value in arguments:
+                value["weight"].add_(1)
+        before = module.weight
+        torch.__future__.set_swap_module_params_on_conversion(swap)
+        try:
+            getattr(module, change)(*arguments)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+        assert module.weight is before
+        lookup_step(module, optimizer, torch.tensor([0, 6]))
+        lookup_step(module, optimizer, torch.tensor([0, 1]))
+        assert 6 in sleeping(module)
+        optimizer.flush()
+        return module.weight.detach()
+
+    assert_same_bits(train(swap=True), train(swap=False))
+    gc.collect()
+    assert not _row_queue._QUEUES
 
 
 # ---- whose rows they are ----

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from fastemb._memory import advise_huge_pages
 from fastemb._reference import accumulation_dtype
-from fastemb._row_queue import drop, refuse_waiting
+from fastemb._row_queue import drop, queue_of, refuse_waiting
 from fastemb._sleeping import TABLES, wake_all, wake_all_outside_graph
 from fastemb.functional import TABLE_DTYPES, check_options, check_sparse, check_weight
 
@@ -50,6 +51,21 @@ def keep_full_gradients(weight: Tensor) -> None:
     weight.grad_dtype = wanted
     if grad is not None:
         weight.grad = grad.to(wanted)
+
+
+@contextmanager
+def _swappable(module: nn.Module) -> Iterator[None]:
+    """Let `torch.utils.swap_tensors` take parameters, none of which may have a weak reference.
+
+    Modules use it after ``torch.__future__.set_swap_module_params_on_conversion(True)``. A
+    parameter remains the same object, and so keeps what is known of it by its id.
+    """
+    with ExitStack() as stack:
+        for param in module.parameters():
+            for known in (TABLES.get(id(param)), queue_of(param)):
+                if known is not None:
+                    stack.enter_context(known.unreferenced())
+        yield
 
 
 class Table(nn.Module):
@@ -135,14 +151,16 @@ class Table(nn.Module):
         wake_all(*self.parameters())
         grad = None if weight is None else weight.grad
         if weight is None or grad is None:
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            with _swappable(self):
+                super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
             self._restore_grad_dtype()
             return self
         with torch.no_grad():
             moved = fn(grad)  # first, for where that fails nothing has changed
         weight.grad = None
         try:
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            with _swappable(self):
+                super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         except BaseException:
             self._give_back(grad, grad)
             raise
@@ -165,7 +183,8 @@ class Table(nn.Module):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         # Steps made before do not concern the new values; momentum does, from now on.
         wake_all(*self.parameters())
-        super()._load_from_state_dict(*args, **kwargs)
+        with _swappable(self):
+            super()._load_from_state_dict(*args, **kwargs)
         self._restore_grad_dtype()
 
     # ---- wherever the table is handed on, with rows that may sleep ----

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from threading import Lock
@@ -55,7 +55,7 @@ class SleepingRows:
         self.state = state
         self.pending = 0
         self._owner = weakref.ref(owner)
-        self._param = weakref.ref(param, partial(_forget, id(param)))
+        self._param: Callable[[], Tensor | None] = self._reference_to(param)
         self._woken = 0
         self._seed = -1
         self._rule = rule
@@ -64,6 +64,10 @@ class SleepingRows:
     def _new_history(self, step: Tensor) -> AdamHistory:
         rule = self._rule
         return AdamHistory(step, rule.beta1, rule.beta2, rule.eps, amsgrad=rule.amsgrad)
+
+    @staticmethod
+    def _reference_to(param: Tensor) -> weakref.ref[Tensor]:
+        return weakref.ref(param, partial(_forget, id(param)))
 
     def belongs_to(self, owner: object) -> bool:
         return self._owner() is owner
@@ -120,6 +124,16 @@ class SleepingRows:
     def is_whole(self, weight: Tensor) -> bool:
         param = self._param()
         return param is not None and _layout(weight) == _layout(param)
+
+    @contextmanager
+    def unreferenced(self) -> Iterator[None]:
+        param = self._param()
+        self._param = lambda: None
+        try:
+            yield
+        finally:
+            if param is not None:
+                self._param = self._reference_to(param)
 
     def content_version(self) -> int:
         with self.lock:
