@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from draws import drawn
 from hypothesis import given
 from hypothesis import strategies as st
-from optim_cases import assert_same_bits
+from optim_cases import assert_same_bits, coo, snapshot
 from torch import Tensor, nn
 
 from fastemb import optim
@@ -277,6 +280,49 @@ def test_betas_may_be_tensors_of_one_element(implementation: dict[str, Any]) -> 
         ours.step()
         theirs.step()
     assert_same_bits(p, q)
+
+
+NUMBERS = {
+    "Adam": ("eps", "weight_decay", "lr"),
+    "AdamW": ("eps", "weight_decay", "lr"),
+    "Adagrad": ("eps", "weight_decay", "lr_decay", "initial_accumulator_value", "lr"),
+    "SGD": ("momentum", "dampening", "weight_decay", "lr"),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("implementation", [{}, {"foreach": True}, {"foreach": False}])
+@pytest.mark.parametrize(
+    "number",
+    [
+        np.array,
+        np.float32,
+        Fraction,
+        Decimal,
+        lambda value: torch.tensor([value]),
+        lambda value: nn.Parameter(torch.tensor(value)),
+    ],
+    ids=["array", "numpy", "fraction", "decimal", "tensor", "parameter"],
+)
+def test_options_may_be_any_numbers(name: str, implementation: Any, number: Any) -> None:
+    """Dense, in low precision, and as rows."""
+    results = []
+    for kind in (number, float):
+        options = {option: kind(0.5) for option in NUMBERS[name]}
+        if "foreach" in implementation and isinstance(options["lr"], Tensor):
+            options["lr"] = 0.5
+        params = [nn.Parameter(torch.ones(3, 2)) for _ in range(2)]
+        params.append(nn.Parameter(torch.ones(3, 2, dtype=torch.float16)))
+        if name.startswith("Adam"):
+            options["lazy"] = "exact"
+        optimizer = getattr(optim, name)(params, **options, **implementation)
+        for _ in range(2):
+            for param in params:
+                param.grad = torch.full_like(param, 0.25)
+            params[1].grad = coo([1], torch.ones(1, 2), 3)
+            optimizer.step()
+        results.append(snapshot(optimizer))
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("name", ["Adagrad", "SGD"])

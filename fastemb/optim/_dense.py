@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastemb import _dense_reference
+from fastemb.optim._options import float_or_tensor
 from fastemb.optim._scaling import Scaling
 
 # Elements that are unscaled at a time. A parameter is cut at multiples of _ALIGNMENT, so that a
@@ -88,7 +89,7 @@ def scalar_for(value: float | Tensor, param: Tensor) -> float | Tensor:
     if isinstance(value, Tensor) and value.device.type != "cpu":
         # A copy to the host that nothing waits for would be read before it is there.
         return value.to(param.device, non_blocking=param.device.type != "cpu")
-    return value
+    return float_or_tensor(value)
 
 
 def run_fused(

@@ -12,7 +12,7 @@ from torch._compile import _disable_dynamo
 
 from fastemb.optim._base import Offloaded, RowCall, RowOptimizer, Update, seed_of
 from fastemb.optim._exact import Rule, all_sleepers_of, link, refuse_capture, sleepers_of
-from fastemb.optim._options import Options, require_number
+from fastemb.optim._options import Options, float_or_tensor, require_number
 from fastemb.optim._states import ROW_COUNTERS, State
 
 _STATE_DTYPES = (None, torch.float32, torch.bfloat16)
@@ -194,7 +194,7 @@ class LazyAdam(AdamRows):
             seed = seed_of(group, update.param, update.position)
             if sleepers.begin_step(_rule(group), seed, skip):
                 super()._step_rows(group, update)
-                sleepers.end_step(group["lr"], decay, skip)
+                sleepers.end_step(float_or_tensor(group["lr"]), decay, skip)
 
     def _row_step(self, group: Options, call: RowCall) -> None:
         sleepers = sleepers_of(self, call.parameter)

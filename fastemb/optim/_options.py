@@ -43,6 +43,24 @@ def at_hand(value: Any) -> Any:
     return _IN_BOUNDS if elsewhere and value.numel() == 1 else value
 
 
+def floats(options: Options, *names: str) -> dict[str, Any]:
+    """Options as torch's functional optimizers take them.
+
+    Those refuse some of the numbers that a constructor takes, when half of a step is made. A tensor
+    remains one where autograd or a CUDA graph wants it.
+    """
+    keeps_tensors = options.get("capturable") or options.get("differentiable")
+    return {
+        name: value if keeps_tensors and isinstance(value, Tensor) else float(value)
+        for name, value in ((name, options[name]) for name in names)
+    }
+
+
+def float_or_tensor(value: Any) -> Any:
+    """A learning rate, which torch's optimizers take as either."""
+    return value if isinstance(value, Tensor) else float(value)
+
+
 def check_options(op: str, options: Options, decays: tuple[str, ...]) -> None:
     """Raise for what all optimizers refuse; options that an optimizer lacks are not looked at.
 

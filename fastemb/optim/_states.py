@@ -212,7 +212,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             assert shape is not None
             width = shape.numel() // max(len(param), 1)
             dtype = self._moment_dtype(param, group)
-            states.append(RowState(name, dtype, width, len(shape) == 1, fill))
+            states.append(RowState(name, dtype, width, len(shape) == 1, float(fill)))
         if has_master(param, group):
             states.append(RowState("master", torch.float32, param.shape[1], False, None))
         for name in self._counters(param, group):
@@ -247,7 +247,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         for name, initial in self._moments(group).items():
             if state.get(name) is None:
                 state[name] = new = self._new_state(param, name, dtype)
-                (torch.view_as_real(new) if new.is_complex() else new).fill_(initial)
+                (torch.view_as_real(new) if new.is_complex() else new).fill_(float(initial))
             elif state[name].dtype != dtype:  # the parameter was converted since
                 state[name] = self._new_state(param, name, dtype).copy_(state[name])
 

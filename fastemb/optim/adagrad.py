@@ -12,7 +12,7 @@ from torch.optim.adagrad import adagrad
 from fastemb import _offloaded
 from fastemb.optim._base import RowCall, RowOptimizer, Update
 from fastemb.optim._dense import DenseUpdate, run_fused, scalar_for
-from fastemb.optim._options import Options
+from fastemb.optim._options import Options, float_or_tensor, floats
 from fastemb.optim._scaling import Scaling
 from fastemb.optim._states import ParamsT, State, is_trainable
 
@@ -162,9 +162,9 @@ class Adagrad(_AdagradBase):
                 sums[0],
                 steps,
                 lr=lr,
-                lr_decay=group["lr_decay"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
+                lr_decay=float(group["lr_decay"]),
+                weight_decay=float(group["weight_decay"]),
+                eps=float(group["eps"]),
                 maximize=bool(group["maximize"]),
                 found_inf=scaling.skip,
             )
@@ -181,10 +181,8 @@ class Adagrad(_AdagradBase):
             fused=False,
             differentiable=group["differentiable"],
             has_complex=any(u.param.is_complex() for u in updates),
-            lr=group["lr"],
-            lr_decay=group["lr_decay"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
+            lr=float_or_tensor(group["lr"]),
+            **floats(group, "lr_decay", "weight_decay", "eps"),
             maximize=group["maximize"],
         )
 

@@ -14,7 +14,7 @@ from fastemb.optim._base import Update
 from fastemb.optim._dense import DenseUpdate, run_fused, scalar_for
 from fastemb.optim._dense_adam import adam_in_one_pass, agrees
 from fastemb.optim._lazy_adam import AdamRows, LazyAdam, default_decay
-from fastemb.optim._options import Options
+from fastemb.optim._options import Options, float_or_tensor, floats
 from fastemb.optim._scaling import Scaling
 from fastemb.optim._states import ParamsT, State
 
@@ -190,8 +190,8 @@ class Adam(LazyAdam):
                 lr=lr,
                 beta1=beta1,
                 beta2=beta2,
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
+                weight_decay=float(group["weight_decay"]),
+                eps=float(group["eps"]),
                 amsgrad=bool(group["amsgrad"]),
                 maximize=bool(group["maximize"]),
                 found_inf=scaling.skip,
@@ -223,9 +223,8 @@ class Adam(LazyAdam):
             amsgrad=group["amsgrad"],
             beta1=beta1,
             beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
+            lr=float_or_tensor(group["lr"]),
+            **floats(group, "weight_decay", "eps"),
             maximize=group["maximize"],
         )
 

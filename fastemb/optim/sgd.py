@@ -11,7 +11,7 @@ from torch.optim.sgd import sgd
 
 from fastemb.optim._base import RowCall, RowOptimizer, Update
 from fastemb.optim._dense import DenseUpdate, run_fused, scalar_for
-from fastemb.optim._options import Options
+from fastemb.optim._options import Options, float_or_tensor, floats
 from fastemb.optim._scaling import Scaling
 from fastemb.optim._states import ParamsT, State
 
@@ -180,9 +180,9 @@ class SGD(RowOptimizer):
                 grads,
                 buffers[0] if buffers else [],
                 weight_decay=float(group["weight_decay"]),
-                momentum=group["momentum"],
+                momentum=float(group["momentum"]),
                 lr=lr,
-                dampening=group["dampening"],
+                dampening=float(group["dampening"]),
                 nesterov=bool(group["nesterov"]),
                 maximize=bool(group["maximize"]),
                 is_first_step=first,
@@ -205,10 +205,8 @@ class SGD(RowOptimizer):
             buffers,
             foreach=group["foreach"],
             fused=False,
-            weight_decay=group["weight_decay"],
-            momentum=group["momentum"],
-            lr=group["lr"],
-            dampening=group["dampening"],
+            lr=float_or_tensor(group["lr"]),
+            **floats(group, "weight_decay", "momentum", "dampening"),
             nesterov=group["nesterov"],
             maximize=group["maximize"],
         )
