@@ -28,6 +28,7 @@ from fastemb.optim._gradients import check_sparse, dense_gradient, row_gradient
 from fastemb.optim._options import Options
 from fastemb.optim._scaling import Scaling, StepScaling
 from fastemb.optim._states import (
+    DTYPES,
     LOW_PRECISION,
     ROW_COUNTERS,
     State,
@@ -173,10 +174,11 @@ class RowOptimizer(StatefulOptimizer):
             IndexError: a row of a sparse gradient outside its table, on the CPU.
             RuntimeError: ``differentiable=True`` and a gradient that torch's optimizers do not
                 take; a sparse gradient of a complex parameter; a gradient or a state of another
-                shape than its parameter, as after a new ``.data``; a table with ``sparse="fused"``
-                that also has a ``.grad``, under a `torch.amp.GradScaler`, whose incoming gradients
-                were changed since the backward, or whose gradient another optimizer has consumed.
-                Nothing is changed then.
+                shape than its parameter, as after a new ``.data``; a gradient of a dtype, or a
+                parameter with expanded memory, that cannot be updated; a table with
+                ``sparse="fused"`` that also has a ``.grad``, under a `torch.amp.GradScaler`, whose
+                incoming gradients were changed since the backward, or whose gradient another
+                optimizer has consumed. Nothing is changed then.
         """
         loss = None
         if closure is not None:
@@ -224,8 +226,11 @@ class RowOptimizer(StatefulOptimizer):
                 state = self.state.get(param, {})
                 table = _offloaded.TABLES.get(id(param))
                 self._check_shapes(param, queue if table is None else None, state)
-                if sparse or not self._goes_through_torch(group, param, state):
+                by_rows = sparse or not self._goes_through_torch(group, param, state)
+                if by_rows:
                     self._check_row_update(group, param, sparse)
+                if param.grad is not None:
+                    self._check_dtype(param, param.grad, by_rows)
                 if table is not None:
                     self._check_offloaded(table, param, group)
                     table.check_usable(self, state.get("step"))
@@ -248,14 +253,45 @@ class RowOptimizer(StatefulOptimizer):
                     f"{type(self).__name__}: the gradient of a parameter of shape {shape} must "
                     f"have that shape, got {grad}; call zero_grad()"
                 )
+        strides = param.stride()
+        if any(size > 1 and stride == 0 for size, stride in zip(shape, strides, strict=True)):
+            raise RuntimeError(
+                f"{type(self).__name__}: a parameter of shape {shape} must have memory for each "
+                f"element, got strides {strides}; use a copy of what was expanded"
+            )
         for name, value in state.items():
-            wanted = self._state_shape(param, name) if isinstance(value, Tensor) else None
+            wanted = self._state_shape(param, name)
+            if wanted is None and name != "step":
+                continue  # somebody else's
+            if not isinstance(value, Tensor):
+                if value is None and name in self._moment_names:
+                    continue  # made again
+                raise RuntimeError(
+                    f"{type(self).__name__}: state {name!r} of a parameter of shape {shape} must "
+                    f"be a tensor, got {value!r}"
+                )
             if wanted is not None and value.shape != wanted:
                 raise RuntimeError(
                     f"{type(self).__name__}: state {name!r} of a parameter of shape {shape} must "
                     f"have shape {tuple(wanted)}, got {tuple(value.shape)}; a parameter that has "
                     "changed its shape begins anew without its entry in optimizer.state"
                 )
+
+    def _check_dtype(self, param: Tensor, grad: Tensor, by_rows: bool) -> None:
+        """Refuse gradients, which ``grad_dtype = None`` lets be of any dtype, that no kernel takes.
+
+        Args:
+            by_rows: the row operator updates the parameter. Others convert a gradient.
+        """
+        if by_rows or grad.layout != torch.strided:
+            good, expected = grad.dtype in DTYPES, "float16, bfloat16, float32 or float64"
+        else:
+            good, expected = param.is_complex() or not grad.is_complex(), "real"
+        if not good:
+            raise RuntimeError(
+                f"{type(self).__name__}: the gradient of a {param.dtype} parameter of shape "
+                f"{tuple(param.shape)} must be {expected}, got {grad.dtype}"
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)

@@ -20,9 +20,14 @@ def require_number(
 ) -> None:
     """Raise unless ``value`` is a number, or a tensor of one, from ``low`` on (or above it)."""
     bound = f"> {low:g}" if open_low else f">= {low:g}"
-    if isinstance(value, Tensor) and value.numel() != 1:
-        raise option_error(op, f"{name} must have 1 element", f"shape {tuple(value.shape)}")
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise option_error(op, f"{name} must have 1 element", f"shape {tuple(value.shape)}")
+        if value.is_meta:
+            raise option_error(op, f"{name} must have a value", "a tensor on meta")
     try:
+        if isinstance(value, Tensor) and value.is_complex():
+            raise TypeError
         inside = value > low if open_low else value >= low  # not for "1e-3", which float() takes
         if not isinstance(value, Tensor):
             float(value)
@@ -39,7 +44,7 @@ def at_hand(value: Any) -> Any:
     """An option, or one inside all bounds in place of a tensor that would be waited for."""
     if isinstance(value, (tuple, list)):
         return tuple(map(at_hand, value))
-    elsewhere = isinstance(value, Tensor) and value.device.type != "cpu"
+    elsewhere = isinstance(value, Tensor) and value.device.type not in ("cpu", "meta")
     return _IN_BOUNDS if elsewhere and value.numel() == 1 else value
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fastemb.offload._dense import DenseOffload, HostStates
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
-_DTYPES = (*LOW_PRECISION, torch.float32, torch.float64)
+DTYPES = (*LOW_PRECISION, torch.float32, torch.float64)
 _COMPLEX = (torch.complex64, torch.complex128)
 
 # States with one int32 number per row.
@@ -542,7 +542,7 @@ class _Hidden:
 
 def is_trainable(param: Tensor) -> bool:
     """Whether all optimizers have a step for parameters of this dtype."""
-    return param.dtype in _DTYPES
+    return param.dtype in DTYPES
 
 
 def has_master(param: Tensor, group: Options) -> bool:

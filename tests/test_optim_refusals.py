@@ -1,0 +1,76 @@
+"""What a step refuses, before it changes anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from optim_cases import CLASSES, coo, snapshot
+from torch import Tensor, nn
+
+from fastemb import optim
+
+
+def _gradient(values: Tensor) -> Any:
+    def assign(param: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+        param.grad, param.grad_dtype = None, None
+        param.grad = values
+
+    return assign
+
+
+ONES = torch.ones(3, 2)
+DTYPES = (torch.float32, torch.float16, torch.float32)
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "sparse int64": (_gradient(ONES.long().to_sparse(1)), r"float64, got torch\.int64"),
+    "sparse bool": (_gradient(ONES.bool().to_sparse(1)), r"float64, got torch\.bool"),
+    "sparse complex": (_gradient(ONES.cfloat().to_sparse(1)), r"float64, got torch\.complex64"),
+    "complex": (_gradient(ONES.cfloat()), r"must be .*, got torch\.complex64"),
+    "expanded": (
+        lambda p, o: setattr(p, "data", torch.ones(1, 2).expand(3, 2)),
+        r"memory for each element, got strides \(0, 1\)",
+    ),
+    "no step": (
+        lambda p, o: o.state[p].update(step=None),
+        "state 'step' .* must be a tensor, got None",
+    ),
+    "lr on meta": (
+        lambda p, o: o.param_groups[1].update(lr=torch.ones((), device="meta")),
+        "lr must have a value",
+    ),
+    "complex lr": (
+        lambda p, o: o.param_groups[1].update(lr=torch.tensor(1j)),
+        "lr must be a number",
+    ),
+}
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_no_kernel_takes_changes_nothing(cls: type[optim.Adam], kind: str) -> None:
+    good, half, bad = (nn.Parameter(ONES.to(dtype, copy=True)) for dtype in DTYPES)
+    optimizer = cls([{"params": [good, half]}, {"params": [bad]}], lr=0.1)
+    for param in (good, half, bad):
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    spoil, message = REFUSED[kind]
+    spoil(bad, optimizer)
+    before = snapshot(optimizer)
+    with pytest.raises((RuntimeError, ValueError, TypeError), match=f"{cls.__name__}: .*{message}"):
+        optimizer.step()
+    assert snapshot(optimizer) == before
+
+
+@pytest.mark.parametrize("decay", ["touched", "all"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.cfloat, torch.float8_e4m3fn])
+def test_dtypes_of_gradients_of_rows(decay: str, dtype: torch.dtype) -> None:
+    param = nn.Parameter(ONES.half())
+    optimizer = optim.SGD([param], lr=0.1, decay=decay)
+    for values in (ONES.to(dtype), coo([1], torch.ones(1, 2).to(dtype), 3)):
+        _gradient(values)(param, optimizer)
+        with pytest.raises(RuntimeError, match=r"gradient of a torch\.float16 .* must be float16"):
+            optimizer.step()
+    assert not optimizer.state
+    assert torch.equal(param, ONES.half())
