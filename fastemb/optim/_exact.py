@@ -293,14 +293,28 @@ def as_table(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _unseen() -> Iterator[None]:
-    """Nothing records or transforms what is done here: it is no part of the lookup."""
+    """No tracer or transform is shown what is done here: it is no part of the lookup.
+
+    Other dispatch modes are, such as those that look out for tensors that are written.
+    """
     tracing = torch._C._get_tracing_state()
+    modes = [torch._C._unset_dispatch_mode(key) for key in _TRACERS]
     torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
     try:
-        with torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch():
+        with torch._C._DisableFuncTorch():
             yield
     finally:
         torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
+        for mode in modes:
+            if mode is not None:
+                torch._C._set_dispatch_mode(mode)
+
+
+_TRACERS = (
+    torch._C._TorchDispatchModeKey.FAKE,
+    torch._C._TorchDispatchModeKey.PROXY,
+    torch._C._TorchDispatchModeKey.FUNCTIONAL,
+)
 
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:
