@@ -82,9 +82,7 @@ class SleepingRows:
         param = self._param()
         if param is None:
             return
-        recorded = torch._C._get_tracing_state() is not None
-        transformed = _functorch.peek_interpreter_stack() is not None
-        if self._owner() is None or recorded or transformed or type(ids) is not Tensor:
+        if self._owner() is None or type(ids) is not Tensor or _is_traced():
             self.wake_all()
             return
         if not _fits(ids, param):
@@ -291,12 +289,21 @@ def as_table(tensor: Tensor) -> Tensor:
     return tensor.reshape(tensor.shape[0] if tensor.dim() else 1, -1)
 
 
+def _is_traced() -> bool:
+    """Whether a graph is made that will read other rows, or `torch.func` wraps tensors."""
+    recorded = torch._C._get_tracing_state() is not None
+    return recorded or _functorch.peek_interpreter_stack() is not None
+
+
 @contextmanager
 def _unseen() -> Iterator[None]:
     """No tracer or transform is shown what is done here: it is no part of the lookup.
 
     Other dispatch modes are, such as those that look out for tensors that are written.
     """
+    if not _is_traced() and torch._C._len_torch_dispatch_stack() == 0:
+        yield  # at once, as nearly always
+        return
     tracing = torch._C._get_tracing_state()
     modes = [torch._C._unset_dispatch_mode(key) for key in _TRACERS]
     torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
