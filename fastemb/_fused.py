@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _functorch
+from torch.autograd.function import BackwardCFunction
 
 from fastemb import _ops, _row_queue, _transforms
 from fastemb._autograd import make_function
@@ -45,9 +46,13 @@ def check(op: str, weight: Tensor, table: str) -> None:
 
 
 def hold(output: Tensor, slots: HeldSlots) -> None:
-    """Let the backward of a lookup that made ``output`` find its rows where they were."""
-    if output.grad_fn is not None:
-        output.grad_fn.hold = Hold(slots)  # type: ignore[attr-defined]
+    """Let the backward of a lookup that made ``output`` find its rows where they were.
+
+    What `fastemb._transforms` has made has nodes of torch, which keep copies of rows.
+    """
+    node: Any = output.grad_fn
+    if isinstance(node, BackwardCFunction):
+        node.hold = Hold(slots)  # type: ignore[attr-defined]
 
 
 class Hold:

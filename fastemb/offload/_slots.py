@@ -150,8 +150,8 @@ class SlotMap:
         scores = self._uses.score(rows, counts, slots, missing, self._scores)
 
         with self._change():
-            self._pins.scatter_add_(0, slots, present)  # so that none of them becomes a victim
             try:
+                self._pins.scatter_add_(0, slots, present)  # so that none becomes a victim
                 chosen, victims = self._choose(len(missing))
                 evicted = self.row_of.index_select(0, victims)
                 evicted_scores = self._scores.index_select(0, victims)

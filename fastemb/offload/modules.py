@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 from torch._compile import _disable_dynamo
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import Parameter, init
 
 from fastemb import _fused, nn
@@ -47,7 +50,7 @@ class OffloadedModule(TableModule):
                 f"{op}: the weight of table {self.table!r} has hooks, but an offloaded table has "
                 "no gradient to call them with; remove them"
             )
-        if torch._C._get_tracing_state() is not None or type(torch.empty(0)) is not Tensor:
+        if _is_traced():
             raise RuntimeError(
                 f"{op}: table {self.table!r} is offloaded and cannot be looked up in a trace, an "
                 "export or with fake tensors; fastemb.revert(model) first"
@@ -62,7 +65,26 @@ class OffloadedModule(TableModule):
                 f"got {input.device}"
             )
         padding: Any = self.padding_idx
-        return self._table.lookup(op, input, padding)
+        transformed = _functorch.peek_interpreter_stack() is not None
+        if transformed and weight.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"{op}: table {self.table!r} is offloaded, which cannot be used within torch.func "
+                "(grad, vmap, ...) while its weight requires grad; freeze it, or "
+                "fastemb.revert(model) first"
+            )
+        input = self._unwrapped(op, input)
+        with temporarily_clear_interpreter_stack():  # what the engine does is no part of it
+            return self._table.lookup(op, input, padding)
+
+    def _unwrapped(self, op: str, ids: Tensor) -> Tensor:
+        while _functorch.is_functorch_wrapped_tensor(ids):  # once for each transform
+            if not _functorch.is_gradtrackingtensor(ids):
+                raise NotImplementedError(
+                    f"{op}: table {self.table!r} is offloaded, whose ids cannot be mapped over by "
+                    "vmap, nor functionalized; fastemb.revert(model) first"
+                )
+            ids = _functorch.get_unwrapped(ids)
+        return ids
 
     def _own_weight(self) -> Parameter:
         """The parameter that the engine knows.
@@ -81,7 +103,8 @@ class OffloadedModule(TableModule):
 
     def _done(self, lookup: Lookup, output: Tensor) -> Tensor:
         if self.max_norm is not None:
-            self._table.touched(lookup)
+            with temporarily_clear_interpreter_stack():
+                self._table.touched(lookup)
         _fused.hold(output, lookup.held)
         return output
 
@@ -147,6 +170,15 @@ class OffloadedModule(TableModule):
             f"{type(self).__name__}: table {self.table!r} is offloaded, and its records cannot be "
             "copied or pickled with the module; use state_dict(), or fastemb.revert(model) first"
         )
+
+
+def _is_traced() -> bool:
+    """Whether operators make a graph, or tensors without values, of what a lookup would do."""
+    return (
+        torch._C._get_tracing_state() is not None
+        or get_proxy_mode() is not None
+        or type(torch.empty(0)) is not Tensor
+    )
 
 
 def _check_engine(op: str, engine: object) -> None:
