@@ -219,7 +219,7 @@ def revert(model: nn.Module, *, skip: Skip = ()) -> Report:
         origin = origins[name]
         wake_all(module.weight)
         if _convert_offload.is_offloaded(module):
-            _convert_offload.take_back(module)
+            _convert_offload.take_back(module, origin.dtype)
         _set_dtype(module.weight, origin.dtype)
         module.__class__ = origin.kind
         module.sparse = origin.sparse

@@ -116,9 +116,9 @@ def write_back(module: Any) -> None:
         table.flush()
 
 
-def take_back(module: Any) -> None:
-    """Give a module its weights back, in memory of its own and up to date."""
+def take_back(module: Any, dtype: torch.dtype) -> None:
+    """Give a module its weights back, in memory of its own and up to date, as ``dtype``."""
     table = module._table
     if table.weight is module.weight:
-        table.give_back()
+        table.give_back(dtype)
     del module._table, module.engine

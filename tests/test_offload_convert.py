@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +32,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fastemb
 from fastemb import offload
 from fastemb.offload import IntegrityError, OffloadEngine
+from fastemb.offload._stored import StoredTable
 
 pytestmark = limits
 
@@ -156,6 +158,38 @@ def test_revert_after_close() -> None:
     fastemb.revert(model)
     assert saved(model, optimizer) == want
     assert all(p.is_contiguous() for p in model.parameters())
+
+
+@pytest.mark.parametrize("room", [0, 1, 2])
+def test_a_revert_without_memory_changes_nothing(
+    room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case((TableCase(),), dtype=torch.float16)
+    batches = case.batches()
+    model, optimizer = build(case, new_engine(cache=12))
+    train_case(case, model, optimizer, batches)
+    want = saved(model, optimizer)
+    allocate, done = StoredTable._own, itertools.count()
+
+    def own(self: StoredTable, view: Tensor, dtype: torch.dtype) -> Tensor:
+        if next(done) == room:
+            raise torch.OutOfMemoryError("no room")
+        return allocate(self, view, dtype)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoredTable, "_own", own)
+        with raises(torch.OutOfMemoryError, "no room"):
+            fastemb.revert(model)
+    assert saved(model, optimizer) == want
+    train_case(case, model, optimizer, batches)
+    other, other_optimizer = build(case, None)
+    train_case(case, other, other_optimizer, batches * 2)
+    want = saved(other, other_optimizer)
+    assert saved(model, optimizer) == want
+    model.t0.weight.grad = torch.ones(20, 3)  # also with a gradient, whose dtype is not the table's
+    fastemb.revert(model)
+    assert model.t0.weight.dtype == model.t0.weight.grad.dtype == torch.float32
+    assert bits(model.t0.weight.half()) == want[0]["t0.weight"]
 
 
 def test_revert_of_one_of_two_modules_with_one_table_is_refused() -> None:

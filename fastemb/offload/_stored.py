@@ -210,28 +210,37 @@ class StoredTable:
 
     @alone
     @torch.no_grad()
-    def give_back(self) -> None:
+    def give_back(self, dtype: torch.dtype) -> None:
         """Let the parameter have memory of its own again, up to date, on the engine's device.
 
-        And its states in the optimizer, too. Only the first of several calls does anything.
+        And its states in the optimizer, too. Where there is no memory for all of them, all is as it
+        was. Only the first of several calls does anything.
+
+        Args:
+            dtype: that the parameter then has.
         """
         if self._given_back:
             return
         self.flush()
         weight = self.weight
-        weight.data = self._own(weight.detach())
         optimizer = None if self._optimizer is None else self._optimizer()
         states = getattr(optimizer, "state", {}).get(weight, {})
-        for name, value in states.items():
-            if isinstance(value, Tensor) and value.dim():  # not the step
-                states[name] = self._own(value)
+        views = {n: v for n, v in states.items() if isinstance(v, Tensor) and v.dim()}  # no step
+        values = self._own(weight.detach(), dtype)
+        owned = {name: self._own(view, view.dtype) for name, view in views.items()}
+        grad, weight.grad = weight.grad, None  # torch lets no other dtype come under a gradient
+        weight.data = values
+        keep_full_gradients(weight)
+        if grad is not None:
+            weight.grad = grad.to(weight.device, weight.grad_dtype)
+        states.update(owned)
         self._given_back = True
         self.engine.forget(self)
 
-    def _own(self, view: Tensor) -> Tensor:
-        values = view.clone(memory_format=torch.contiguous_format).to(self.device)
+    def _own(self, view: Tensor, dtype: torch.dtype) -> Tensor:
+        values = torch.empty(view.shape, dtype=dtype, device=self.device)
         advise_huge_pages(values)
-        return values
+        return values.copy_(view)
 
     def _point_weight(self) -> None:
         """Let the parameter be the host table, from which the module reads and saves."""
