@@ -313,3 +313,57 @@ def test_a_module_that_cannot_be_made_leaves_the_name_free(stored: bool, tmp_pat
     assert list(engine.tables) == ["t"]
     engine.close()
     assert [path.name for path in tmp_path.iterdir()] == (["t.fetab"] if stored else [])
+
+
+def test_files_stay_where_they_are_when_the_process_changes_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Hydra does."""
+    case = Case(steps=2)
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    monkeypatch.chdir(here)
+    engine = new_engine(cache=18, storage="tables")
+    other = offload.Embedding(20, 3, engine=engine, table="other")
+    monkeypatch.chdir(there)
+    elsewhere = new_engine(cache=18, storage="tables")
+    foreign = offload.Embedding(20, 3, engine=elsewhere, table="other")
+    model, optimizer = build(case, engine)
+    train_case(case, model, optimizer, case.batches())
+    other(torch.tensor([1]))
+    engine.close()
+    assert {path.name for path in (here / "tables").iterdir()} == {"other.fetab", "t0.fetab"}
+    foreign(torch.tensor([1]))
+    elsewhere.close()
+    assert [path.name for path in (there / "tables").iterdir()] == ["other.fetab"]
+
+
+def test_a_file_behind_a_link_grows_where_it_is(tmp_path: Path) -> None:
+    case = Case(steps=2)
+    link, large = tmp_path / "t0.fetab", tmp_path / "large" / "records"
+    large.parent.mkdir()
+    engine = new_engine(cache=18, storage=tmp_path)
+    offload.EmbeddingBag(20, 3, engine=engine, table="t0")(torch.tensor([[1]]))
+    engine.close()
+    before = link.stat().st_size
+    link.rename(large)
+    link.symlink_to(large)
+    engine, *_ = run_files(case, tmp_path, case.batches(), resume=True)
+    engine.close()
+    assert link.is_symlink()
+    assert large.stat().st_size > before, "states have come"
+    assert [path.name for path in large.parent.iterdir()] == ["records"]
+
+
+def test_where_files_cannot_be(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for storage, text in ((5, "5"), (b"x", "b'x'"), (file, "the file")):
+        with raises(ValueError, "OffloadEngine: storage must be a", text):
+            new_engine(storage=storage)
+    engine = new_engine(storage=tmp_path / "tables")
+    with raises(ValueError, "the name of a table must be shorter", "'ä"):
+        offload.Embedding(20, 3, engine=engine, table="ä" * 41)  # as %C3%A4
+    offload.Embedding(20, 3, engine=engine, table="ä" * 40)
+    engine.close()

@@ -259,7 +259,8 @@ class TableFile:
     """An open file, locked against other processes (``flock``) until it is closed.
 
     Attributes:
-        path: where it is, or will be after the first `flush`.
+        path: where it is, or will be after the first `flush`; absolute, without symbolic links,
+            which stay where they are when another file takes its place.
         header: as it stands in the file.
         mapping: the whole file.
     """
@@ -288,6 +289,7 @@ class TableFile:
             FileInUseError: another process is creating it.
             OSError: no space, no permission, ...
         """
+        path = path.resolve()
         if not replace:
             _require_absent(path)
         page = header.pack()
@@ -315,6 +317,7 @@ class TableFile:
             FileInUseError: another process has it open, or this one.
             FileFormatError: it is not the file of a table, or not whole.
         """
+        path = path.resolve()
         descriptor = _open_locked(path, os.O_RDWR)
         try:
             header = FileHeader.unpack(path, os.pread(descriptor, HEADER_BYTES, 0))
@@ -370,8 +373,8 @@ class TableFile:
         if not self._release.alive:
             return
         if os.getpid() == self._owner:  # a forked process shares the lock, which is not its own
-            if self._partial:
-                _partial(self.path).unlink(missing_ok=True)
+            if self._partial and _names(_partial(self.path), self._descriptor):
+                _partial(self.path).unlink()
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         self._release()
 
@@ -382,8 +385,13 @@ class TableFile:
         self.header = header
 
 
+def partial_name(path: Path) -> str:
+    """What the file at ``path`` is called until it is whole."""
+    return path.name + ".partial"
+
+
 def _partial(path: Path) -> Path:
-    return path.with_name(path.name + ".partial")
+    return path.with_name(partial_name(path))
 
 
 def _require_absent(path: Path) -> None:

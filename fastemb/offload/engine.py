@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fastemb import _offloaded
+from fastemb.offload._file import partial_name
 from fastemb.offload._host import HostTable
 from fastemb.offload._lanes import Lane
 from fastemb.offload._layout import Field, RecordLayout
@@ -172,7 +174,7 @@ class OffloadEngine:
         self.loops: WeakSet[LookAhead[Any]] = WeakSet()
         self._cache = cache
         self._policy: Policy = policy
-        self._storage = None if storage is None else Path(storage)
+        self._storage = None if storage is None else _directory(storage)
         self._resume, self._recover = resume, recover
         self._seed = seed
         self._seeds = count()
@@ -185,8 +187,6 @@ class OffloadEngine:
             # Where the training itself runs on these processors, one thread is a lane's share.
             make_lane = partial(Lane, threads=1 if self.device.type == "cpu" else None)
         self.transfers = Transfers(self.device, staging_bytes, verify, make_lane)
-        if self._storage is not None:
-            self._storage.mkdir(parents=True, exist_ok=True)
 
     # ---- tables ----
 
@@ -201,8 +201,8 @@ class OffloadEngine:
 
         Raises:
             TypeError: the name is no string, or empty.
-            ValueError: the name is taken, or the table has no rows or no columns, or the file is
-                of another one.
+            ValueError: the name is taken, or too long for a file, or the table has no rows or no
+                columns, or the file is of another one.
             FileExistsError: there is a file of this name, and the engine does not resume.
         """
         self.check()
@@ -263,6 +263,14 @@ class OffloadEngine:
     def _check_new(self, name: str) -> None:
         if not isinstance(name, str) or not name:
             raise TypeError(f"OffloadEngine: a table must have a str as its name, got {name!r}")
+        path = self._path(name)
+        if path is not None:
+            size, most = len(partial_name(path)), os.pathconf(path.parent, "PC_NAME_MAX")
+            if size > most:
+                raise ValueError(
+                    f"OffloadEngine: the name of a table must be shorter with storage, where it is "
+                    f"that of a file (at most {most} bytes, here {size}), got {name!r}"
+                )
         known = self.tables.get(name)
         if known is None:
             return
@@ -589,6 +597,17 @@ class OffloadEngine:
             raise again(together(errors))
         if raising and self.transfers.reported:
             raise again(self.transfers.reported.popleft())
+
+
+def _directory(storage: str | Path) -> Path:
+    """It, made and absolute: the process may change its directory (as Hydra does)."""
+    if not isinstance(storage, (str, Path)):
+        raise ValueError(f"OffloadEngine: storage must be a str or a Path, got {storage!r}")
+    path = Path(storage).absolute()
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"OffloadEngine: storage must be a directory, got the file {path}")
+    path.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def _check_cache_size(size: float | int) -> None:
