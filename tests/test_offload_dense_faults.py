@@ -54,6 +54,29 @@ class Run:
         return snapshot(self.optimizer)
 
 
+def test_steps_in_inference_mode_leave_nothing_behind() -> None:
+    """Torch's own optimizers can be stepped in it once they have their states."""
+    run, plain = Run(HostStates(chunk_bytes=CHUNK)), Run(None)
+    for step in range(STEPS):
+        for each in (run, plain):
+            each.backward(step)
+            with torch.inference_mode(step % 2 == 1):
+                each.optimizer.step()
+    assert run.bits() == plain.bits()
+
+
+def test_buffers_that_are_made_in_inference_mode() -> None:
+    run, plain = Run(HostStates(chunk_bytes=CHUNK)), Run(None)
+    state = copy.deepcopy(run.optimizer.state_dict())
+    for each in (run, plain):
+        each.backward(0)
+        with torch.inference_mode():
+            each.optimizer.step()
+        each.optimizer.load_state_dict(state)  # those that were made in the mode stay in it
+        each.steps(1)
+    assert run.bits() == plain.bits()
+
+
 def faulty(direction: str, kind: str, when: int, verify: Any = "all") -> tuple[Run, list[Faulty]]:
     made: list[Faulty] = []
 

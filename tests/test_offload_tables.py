@@ -21,6 +21,7 @@ from offload_cases import (
     loss_of,
     new_engine,
     offloaded,
+    optimizer_of,
     raises,
     saved,
     step,
@@ -316,6 +317,54 @@ def test_ids_on_another_device_and_of_another_kind_are_refused() -> None:
         model.t1(torch.tensor([1, 40]))
     with raises(IndexError, "-1"):
         model.t1(torch.tensor([-1]))
+
+
+def test_the_device_is_called_as_that_of_tensors() -> None:
+    engine, model, optimizer = offloaded(device="cpu:0")
+    assert engine.device == torch.device("cpu")
+    train(CASE, model, optimizer, engine.prefetch(CASE.batches(), ids=ids_of))
+    assert saved(model, optimizer) == in_memory(CASE, CASE.batches())
+
+
+def test_weights_without_values_to_train_are_refused() -> None:
+    engine = new_engine()
+    with torch.inference_mode():
+        inferring = nn.Embedding(9, 4)
+    for module, text in (
+        (nn.Embedding(9, 4, device="meta"), "got a weight on meta"),
+        (inferring, "made in torch.inference_mode()"),
+    ):
+        with raises(ValueError, "table 'embedding' must have values that can be trained", text):
+            fastemb.convert(module, offload=engine)
+        assert type(module) is nn.Embedding
+    assert engine.tables == {}
+
+
+@pytest.mark.parametrize("inferring", ["engine", "convert", "lookup", "optimizer", "revert"])
+def test_training_after_inference_mode(inferring: str) -> None:
+    """What is made in the mode, whatever it is, can be written outside of it."""
+    case = Case((TableCase(),), optimizer="SGD momentum")
+    batches = case.batches()
+
+    def mode(part: str) -> torch.inference_mode:
+        return torch.inference_mode(part == inferring)
+
+    torch.manual_seed(0)
+    model = Net(case)
+    with mode("engine"):
+        engine = new_engine(cache=12)
+    with mode("convert"):
+        fastemb.convert(model, offload=engine)
+    with mode("lookup"):
+        model(batches[0]["lookups"])
+    with mode("optimizer"):
+        optimizer = optimizer_of(case, model)
+    train(case, model, optimizer, engine.prefetch(batches, ids=ids_of))
+    with mode("revert"):
+        fastemb.revert(model)
+    fastemb.convert(model, sparse="fused")
+    train(case, model, optimizer, batches)
+    assert saved(model, optimizer) == in_memory(case, batches * 2)
 
 
 def test_arguments_are_checked() -> None:

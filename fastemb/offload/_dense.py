@@ -19,6 +19,7 @@ from fastemb._fused import DenseGradientHook
 from fastemb._offloaded import TABLES, device_of
 from fastemb.offload._lanes import Lane
 from fastemb.offload._link import HOST, Link, LinkOptions, Transfer
+from fastemb.offload._modes import outside_inference_mode
 from fastemb.offload._twin import Twin
 from fastemb.offload.errors import VERIFY, Direction, IntegrityError, Verify
 from fastemb.optim._dense import is_dense
@@ -142,6 +143,7 @@ class DenseOffload:
         here = param in self._here or empty or id(param) in TABLES
         return device_of(param) if here else HOST
 
+    @outside_inference_mode
     def begin(self, optimizer: RowOptimizer, scaling: StepScaling) -> None:
         """Have everything on the host that the step will read, and look at it.
 
@@ -189,6 +191,7 @@ class DenseOffload:
             self._skipped[param] = skip is not None and bool(skip)
         self._steps += 1
 
+    @outside_inference_mode
     def home(
         self, param: Tensor, grad: Tensor, state: State
     ) -> tuple[Tensor, Tensor, torch.device]:
@@ -239,6 +242,7 @@ class DenseOffload:
 
     # ---- gradients ----
 
+    @outside_inference_mode
     def _gradient_is_ready(self, param: Tensor) -> None:
         grad = param.grad
         if grad is None or grad.layout != torch.strided or param in self._here:

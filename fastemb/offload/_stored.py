@@ -22,6 +22,7 @@ from fastemb.offload._host import HostTable, fill
 from fastemb.offload._interrupts import uninterrupted
 from fastemb.offload._lanes import Event
 from fastemb.offload._layout import Field, RecordLayout
+from fastemb.offload._modes import outside_inference_mode
 from fastemb.offload._slots import Policy, SlotMap
 from fastemb.offload.errors import IntegrityError
 
@@ -35,11 +36,12 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 def alone(method: _Method) -> _Method:
     """Have other threads wait while one changes what the tables of an engine know."""
+    outside = outside_inference_mode(method)
 
     @wraps(method)
     def locked(self: StoredTable, *args: Any, **options: Any) -> Any:
         with self.lock:
-            return method(self, *args, **options)
+            return outside(self, *args, **options)
 
     return cast(_Method, locked)
 
@@ -176,8 +178,7 @@ class StoredTable:
         if self._closed:
             raise RuntimeError(f"table {self.name!r} is closed, as its OffloadEngine is")
         if not self._opened:
-            with torch.inference_mode(False):  # whatever mode the first lookup is made in
-                self._open()
+            self._open()
 
     def _open(self) -> None:
         path = self.engine._path(self.name)

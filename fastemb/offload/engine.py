@@ -23,6 +23,7 @@ from fastemb.offload._file import partial_name
 from fastemb.offload._host import HostTable
 from fastemb.offload._lanes import Lane
 from fastemb.offload._layout import Field, RecordLayout
+from fastemb.offload._modes import outside_inference_mode
 from fastemb.offload._prefetch import Batch, Ids, LookAhead, Prefetcher
 from fastemb.offload._slots import Policy
 from fastemb.offload._stored import StoredTable, require_weight
@@ -163,7 +164,9 @@ class OffloadEngine:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device)
-        if self.device == torch.device("cuda"):  # without a number
+        if self.device.type == "cpu":
+            self.device = torch.device("cpu")  # which tensors are on, whatever its number was
+        elif self.device == torch.device("cuda"):  # without a number
             self.device = torch.device("cuda", torch.cuda.current_device())
         if self.device.type not in ("cpu", "cuda"):
             raise ValueError(f"OffloadEngine: device must be of cpu or cuda, got {self.device}")
@@ -190,6 +193,7 @@ class OffloadEngine:
 
     # ---- tables ----
 
+    @outside_inference_mode
     def adopt(self, weight: nn.Parameter, name: str, dtype: torch.dtype) -> Table:
         """Take over a table; `fastemb.convert` and the modules of `fastemb.offload` call it.
 
@@ -201,8 +205,9 @@ class OffloadEngine:
 
         Raises:
             TypeError: the name is no string, or empty.
-            ValueError: the name is taken, or too long for a file, or the table has no rows or no
-                columns, or the file is of another one.
+            ValueError: the name is taken, or too long for a file; the table has no rows or no
+                columns, or its weight is on meta or an inference tensor; the file is of another
+                one.
             FileExistsError: there is a file of this name, and the engine does not resume.
         """
         self.check()
@@ -216,6 +221,11 @@ class OffloadEngine:
             raise ValueError(
                 f"OffloadEngine: table {name!r} must have rows and columns, "
                 f"got shape {tuple(weight.shape)}"
+            )
+        if weight.is_meta or weight.is_inference():
+            raise ValueError(
+                f"OffloadEngine: table {name!r} must have values that can be trained, got a weight "
+                + ("on meta" if weight.is_meta else "that was made in torch.inference_mode()")
             )
         slots = self._slots_of(name, len(weight))
         table = Table(self, name, weight, slots, self._policy, self._next_seed())
@@ -233,6 +243,7 @@ class OffloadEngine:
         table.unregister()
         table.close()
 
+    @outside_inference_mode
     def make_weight(
         self, name: str, num_embeddings: int, embedding_dim: int, dtype: torch.dtype
     ) -> tuple[Tensor | None, bool]:
@@ -289,7 +300,7 @@ class OffloadEngine:
                     f"OffloadEngine: there is no {path} to resume table {name!r} from, "
                     "which begins anew",
                     RuntimeWarning,
-                    stacklevel=4,
+                    stacklevel=5,
                 )
             return None
         if not self._resume:
