@@ -123,6 +123,7 @@ def test_revert_gives_the_model_back(name: str) -> None:
     for state in optimizer.state.values():
         assert all(value.is_contiguous() for value in state.values())
     assert engine.tables == {}
+    assert engine.stats.misses > 0, "what was done was done"
     engine.close()
     train(model, [optimizer], data)  # with dense gradients, and the states it had
 

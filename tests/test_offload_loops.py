@@ -604,8 +604,11 @@ def test_close_brings_the_tables_up_to_date_and_ends_the_engine() -> None:
     batches = CASE.batches()
     engine, model, optimizer = offloaded()
     train(CASE, model, optimizer, engine.prefetch(batches, ids=ids_of))
+    counted = engine.stats[:3]
+    assert min(counted) > 0
     engine.close()
     engine.close()
+    assert engine.stats[:3] == counted
     assert saved(model, optimizer) == in_memory(CASE, batches)
     with raises(RuntimeError, "closed"):
         model(batches[0]["lookups"])

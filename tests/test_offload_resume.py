@@ -66,6 +66,7 @@ def test_training_resumes_from_files(options: str, tmp_path: Path) -> None:
     train_case(case, want_model, want_optimizer, data)
     train_case(case, want_model, want_optimizer, data)
     assert saved(model, optimizer) == saved(want_model, want_optimizer)
+    assert again.stats.batches == len(data), "those of this engine"
     again.close()
 
 

@@ -110,6 +110,7 @@ class Prefetcher(Generic[Batch]):
                         table.begin(held)
                         del held
                     engine.step += 1
+                    engine.batches += 1
                     yield ahead.popleft().batch  # type: ignore[misc]
                 finally:
                     with engine.lock, uninterrupted:

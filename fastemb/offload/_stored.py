@@ -61,7 +61,6 @@ class StoredTable:
         lock: of the engine.
         pins: those of all `HeldRows`.
         released: of these the ones that are to be taken away.
-        hits, misses: distinct rows of batches that were, or were not, in the cache.
     """
 
     host: HostTable
@@ -92,8 +91,6 @@ class StoredTable:
         self.mended = 0
         self.pins: set[Pins] = set()
         self.released: deque[Pins] = deque()
-        self.hits = 0
-        self.misses = 0
         self.current: list[HeldRows] = []
         self._engine = weakref.ref(engine)
         self._weight = weakref.ref(weight)

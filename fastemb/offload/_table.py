@@ -110,8 +110,8 @@ class Table(TrainedTable):
                 engine.transfers.failures.append(Failure(self, evicted, lost, True))
             self.spoiled.append(missing)
             raise
-        self.hits += len(rows) - len(missing)
-        self.misses += len(missing)
+        engine.hits += len(rows) - len(missing)
+        engine.misses += len(missing)
         return held
 
     def wait(self, held: HeldRows) -> None:

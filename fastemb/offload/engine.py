@@ -171,7 +171,8 @@ class OffloadEngine:
         if self.device.type not in ("cpu", "cuda"):
             raise ValueError(f"OffloadEngine: device must be of cpu or cuda, got {self.device}")
         self.depth = depth
-        self.step = 0
+        self.step = 0  # goes on from that of files
+        self.batches = self.hits = self.misses = 0  # for `stats`
         self.lock = RLock()
         self.tables: dict[str, Table] = {}
         self.loops: WeakSet[LookAhead[Any]] = WeakSet()
@@ -498,9 +499,9 @@ class OffloadEngine:
         """What was done so far."""
         traffic = self.transfers.traffic()
         return OffloadStats(
-            self.step,
-            sum(table.hits for table in self.tables.values()),
-            sum(table.misses for table in self.tables.values()),
+            self.batches,
+            self.hits,
+            self.misses,
             traffic.fetched,
             traffic.written_back,
             traffic.bytes_to_device,
