@@ -166,8 +166,15 @@ def test_a_state_dict_that_does_not_fit_changes_nothing() -> None:
         engine.load_state_dict({**good, "t0": {}})
     with raises(KeyError, "no tables ['t9'] in the engine, only t0, t1"):
         engine.load_state_dict({**good, "t9": good["t0"]})
-    with raises(ValueError, "table 't1': exp_avg must be real, got torch.complex64"):
-        engine.load_state_dict({**good, "t1": {**good["t1"], "exp_avg": torch.ones(40, 3) * 1j}})
+    values = torch.ones(40, 3)
+    for unfit, got in (
+        (values * 1j, "torch.complex64"),
+        (values.to("meta"), "a tensor on meta"),
+        (values.to_sparse(), "torch.sparse_coo"),
+        (values.bool(), "torch.bool"),
+    ):
+        with raises(ValueError, f"table 't1': exp_avg must be dense and real, got {got}"):
+            engine.load_state_dict({**good, "t1": {**good["t1"], "exp_avg": unfit}})
     for step_count in (-3.0, float("nan"), float("inf")):
         with raises(ValueError, "table 't1': step must be finite", f"got {step_count}"):
             bad = torch.tensor(step_count)
@@ -496,8 +503,9 @@ def test_rows_to_reset_are_checked(name: str, rows: Any, kind: type[Exception], 
     ("values", "text"),
     [
         (torch.zeros(1, 3), "values must be a mapping, got Tensor"),
-        ({"weight": [[1.0, 2.0, 3.0]]}, "values['weight'] must be a real tensor, got list"),
-        ({"weight": torch.zeros(1, 3) * 1j}, "must be a real tensor, got torch.complex64"),
+        ({"weight": [[1.0, 2.0, 3.0]]}, "values['weight'] must be a dense, real tensor, got list"),
+        ({"weight": torch.zeros(1, 3) * 1j}, "must be a dense, real tensor, got torch.complex64"),
+        ({"weight": torch.zeros(1, 3, device="meta")}, "got a tensor on meta"),
     ],
 )
 def test_values_of_rows_to_reset_are_checked(values: Any, text: str) -> None:

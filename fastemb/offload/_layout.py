@@ -109,3 +109,14 @@ class RecordLayout:
 
 def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
+
+
+def why_unfit(value: Tensor) -> str | None:
+    """What it is about a tensor that no field can be filled with it; None: one can."""
+    if value.is_meta:
+        return "a tensor on meta"
+    if value.layout != torch.strided:
+        return str(value.layout)
+    if value.is_complex() or value.is_quantized or value.dtype == torch.bool:
+        return str(value.dtype)
+    return None

@@ -21,7 +21,7 @@ from fastemb.offload._held import HeldRows, Pins
 from fastemb.offload._host import HostTable, fill
 from fastemb.offload._interrupts import uninterrupted
 from fastemb.offload._lanes import Event
-from fastemb.offload._layout import Field, RecordLayout
+from fastemb.offload._layout import Field, RecordLayout, why_unfit
 from fastemb.offload._modes import outside_inference_mode
 from fastemb.offload._slots import Policy, SlotMap
 from fastemb.offload.errors import IntegrityError
@@ -409,13 +409,14 @@ class StoredTable:
                     f"{where}: {name!r} is none of its fields ({', '.join(fields)}); an optimizer "
                     "that needs it has to be made first"
                 )
+            unfit = why_unfit(value)
+            if unfit is not None:
+                raise ValueError(f"{where}: {name} must be dense and real, got {unfit}")
             shape = torch.Size() if name == "step" else fields[name].shape
             if value.shape != shape:
                 raise ValueError(
                     f"{where}: {name} must have shape {tuple(shape)}, got {tuple(value.shape)}"
                 )
-            if value.is_complex():
-                raise ValueError(f"{where}: {name} must be real, got {value.dtype}")
         step = values.get("step")
         if step is not None and not (step >= 0 and step.isfinite()):
             raise ValueError(f"{where}: step must be finite and not negative, got {float(step)}")

@@ -22,7 +22,7 @@ from fastemb import _offloaded
 from fastemb.offload._file import partial_name
 from fastemb.offload._host import HostTable
 from fastemb.offload._lanes import Lane
-from fastemb.offload._layout import Field, RecordLayout
+from fastemb.offload._layout import Field, RecordLayout, why_unfit
 from fastemb.offload._modes import outside_inference_mode
 from fastemb.offload._prefetch import Batch, Ids, LookAhead, Prefetcher
 from fastemb.offload._slots import Policy
@@ -425,7 +425,8 @@ class OffloadEngine:
         Raises:
             KeyError: a table is missing, or is none of the engine.
             TypeError: something is no tensor.
-            ValueError: a shape that does not fit, complex numbers, a step that is no number of
+            ValueError: a shape that does not fit, a tensor that is sparse, quantized, on meta,
+                complex or bool, a step that is no number of
                 steps, or a state that the records have no room for: its optimizer has to be there.
                 Nothing is changed then.
         """
@@ -464,7 +465,7 @@ class OffloadEngine:
 
         Raises:
             KeyError: there is no such table.
-            TypeError: ``rows`` is not int64; ``values`` is no mapping of tensors.
+            TypeError: ``rows`` is not int64; ``values`` is no mapping of dense, real tensors.
             IndexError: a row is out of range.
             ValueError: ``values`` lacks "weight", or has another shape; a row comes twice.
         """
@@ -479,9 +480,11 @@ class OffloadEngine:
         if not isinstance(values, Mapping):
             raise TypeError(f"reset_rows: values must be a mapping, got {type(values).__name__}")
         for field, value in values.items():
-            if not isinstance(value, Tensor) or value.is_complex():
-                kind = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
-                raise TypeError(f"reset_rows: values[{field!r}] must be a real tensor, got {kind}")
+            unfit = why_unfit(value) if isinstance(value, Tensor) else type(value).__name__
+            if unfit is not None:
+                raise TypeError(
+                    f"reset_rows: values[{field!r}] must be a dense, real tensor, got {unfit}"
+                )
         table = self.tables[name]
         table.open()
         table.reset(rows, values)
