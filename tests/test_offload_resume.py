@@ -10,6 +10,7 @@ import pytest
 import torch
 from offload_cases import (
     Case,
+    Net,
     TableCase,
     build,
     ids_of,
@@ -140,6 +141,34 @@ def test_files_of_another_optimizer(
         optimizer.load_state_dict({"state": layer, "param_groups": groups})
     train_case(second, model, optimizer, data)
     assert saved(model, optimizer) == want
+    again.close()
+
+
+@pytest.mark.parametrize("options", ["Adam", "Adagrad", "RowWiseAdagrad", "SGD momentum"])
+def test_files_go_to_an_optimizer_that_was_there_before(options: str, tmp_path: Path) -> None:
+    """Also where it has a state from the beginning."""
+    case = Case(optimizer=options)
+    data = case.batches()
+    engine, model, optimizer = run_files(case, tmp_path, data)
+    layer, states = model.layer.state_dict(), saved(model, optimizer)[1]
+    engine.close()
+
+    torch.manual_seed(99)
+    model = Net(case)
+    optimizer = optimizer_of(case, model)
+    again = new_engine(cache=18, storage=tmp_path, resume=True)
+    fastemb.convert(model, offload=again)
+    assert saved(model, optimizer)[1][0] == states[0]
+    model.layer.load_state_dict(layer)
+    model.layer.requires_grad_(False)
+    train_case(case, model, optimizer, again.prefetch(data, ids=ids_of))
+
+    want, want_optimizer = build(case, None)
+    train_case(case, want, want_optimizer, data)
+    want.layer.requires_grad_(False)
+    train_case(case, want, want_optimizer, data)
+    assert saved(model, optimizer)[0] == saved(want, want_optimizer)[0]
+    assert saved(model, optimizer)[1][0] == saved(want, want_optimizer)[1][0]
     again.close()
 
 

@@ -233,7 +233,7 @@ class RowOptimizer(StatefulOptimizer):
                     self._check_dtype(param, param.grad, by_rows)
                 if table is not None:
                     self._check_offloaded(table, param, group)
-                    table.check_usable(self, state.get("step"))
+                    table.check_usable(self, self._state_of(table, param, group).get("step"))
                     tables.append(Offloaded(table, param, group))
         self._bind_offloaded(tables)
 

@@ -351,11 +351,12 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """The state of an offloaded table; before the first step what the table came with.
 
         That is of a file or of `OffloadEngine.load_state_dict`, and of no use where an optimizer of
-        another kind has made it.
+        another kind has made it. A state of step 0, such as Adagrad's, has seen none.
         """
-        if self.state.get(param):
-            return self.state[param]
         state = table.restored(self)
+        own = self.state.get(param, {})
+        if own and not (state and own.get("step") == 0):
+            return own
         moments = state.keys() - {"step", "master", *ROW_COUNTERS}
         if moments.isdisjoint(self._moment_names) if moments else self._moments(group):
             return {}
