@@ -30,6 +30,7 @@ from offload_cases import (
 )
 from optim_cases import bits
 from torch import nn
+from torch.nn.utils import prune
 
 import fastemb
 from fastemb import offload
@@ -324,6 +325,24 @@ def test_ids_on_another_device_and_of_another_kind_are_refused() -> None:
         model.t1(torch.tensor([1, 40]))
     with raises(IndexError, "-1"):
         model.t1(torch.tensor([-1]))
+
+
+@pytest.mark.parametrize("kind", [offload.Embedding, offload.EmbeddingBag])
+def test_a_table_from_elsewhere_is_refused(kind: Any) -> None:
+    refused = f"{kind.__name__}.from_pretrained: a table cannot be offloaded where it is"
+    with raises(NotImplementedError, refused):
+        kind.from_pretrained(torch.ones(9, 4))
+    with raises(NotImplementedError, refused):
+        kind.from_pretrained(torch.ones(9, 4), engine=new_engine(), table="t")
+
+
+def test_a_weight_that_is_computed_is_refused() -> None:
+    _, model, _ = offloaded()
+    batch = CASE.batches()[0]
+    prune.random_unstructured(model.t0, "weight", 0.5)
+    for use in (model.state_dict, lambda: model(batch["lookups"]), lambda: model.to("cpu")):
+        with raises(RuntimeError, "table 't0' is offloaded, so its weight must stay the parameter"):
+            use()
 
 
 def test_the_device_is_called_as_that_of_tensors() -> None:

@@ -3,7 +3,7 @@
 # No postponed annotations, as in fastemb.nn: torch.fx imports those of forward.
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -34,6 +34,15 @@ class OffloadedModule(TableModule):
     engine: OffloadEngine
     _table: Table
     embedding_dim: int
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **options: Any) -> NoReturn:
+        """Not for a table whose memory is that of its engine."""
+        raise NotImplementedError(
+            f"{cls.__name__}.from_pretrained: a table cannot be offloaded where it is; give "
+            f"fastemb.nn.{cls.__name__}.from_pretrained(...) to fastemb.convert(offload=...), or "
+            f"make a fastemb.offload.{cls.__name__} and copy into its weight under no_grad()"
+        )
 
     def _offload(self, engine: OffloadEngine, name: str) -> None:
         """Give the table to the engine; `fastemb.convert` does it for a module that it converts."""
@@ -85,6 +94,15 @@ class OffloadedModule(TableModule):
                 )
             ids = _functorch.get_unwrapped(ids)
         return ids
+
+    def _parameter(self) -> Parameter:
+        if self._parameters.get("weight") is None:
+            raise RuntimeError(
+                f"{type(self).__name__}: table {self.table!r} is offloaded, so its weight must "
+                "stay the parameter, but it is computed (a parametrization, pruning, a norm); "
+                "undo that, and apply it after fastemb.revert(model)"
+            )
+        return super()._parameter()
 
     def _own_weight(self) -> Parameter:
         """The parameter that the engine knows.
