@@ -40,6 +40,17 @@ def test_jobs_run_in_order_on_another_thread_without_gradients(lane: Lane) -> No
     assert seen[21] is False
 
 
+def test_a_worker_that_cannot_start_may_later(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="can't start"):
+            lane.submit("job", lambda: None)
+    lane.submit("job", lambda: None).wait()
+
+
 def test_wait_and_done() -> None:
     gate = threading.Event()
     lane = Lane("test", CPU, delay=lambda label: gate.wait(20) if label == "slow" else None)

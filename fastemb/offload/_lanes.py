@@ -204,21 +204,22 @@ class Lane:
 
     def _start(self) -> None:
         # The worker holds what it needs but not the lane, which could not be collected otherwise.
-        self._worker = threading.Thread(
+        worker = threading.Thread(
             target=_work,
             args=(self._jobs, self.name, self.stream, self._delay, self._abandoned),
             name=f"fastemb lane {self.name!r}",
             daemon=True,
         )
-        self._worker.start()
+        worker.start()  # where there are threads enough; else the next job tries again
+        self._worker = worker
+        self._stop = weakref.finalize(self, _stop, self._jobs, worker, self._abandoned)
         if self._threads is not None:
             # A thread has a number of its own, but also sets what threads yet to come begin with.
             elsewhere = torch.get_num_threads()
-            limited = Event("threads", self._worker)
+            limited = Event("threads", worker)
             self._jobs.put(("threads", partial(_limit_threads, self._threads), limited))
             limited.wait()
             torch.set_num_threads(elsewhere)
-        self._stop = weakref.finalize(self, _stop, self._jobs, self._worker, self._abandoned)
 
 
 class ThrottledLane(Lane):
