@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -456,13 +457,17 @@ def test_states_that_are_thrown_away_begin_anew() -> None:
     assert run(new_engine(cache=36)) == run(None)
 
 
-def test_the_step_of_the_optimizer_is_in_the_state_of_the_engine() -> None:
-    batches = CASE.batches()
-    engine, model, optimizer = offloaded()
-    train(CASE, model, optimizer, batches)
+@pytest.mark.parametrize("options", ["Adam", "SGD"])
+def test_the_step_of_the_optimizer_is_in_the_state_of_the_engine(options: str) -> None:
+    """Also of one without other states."""
+    case = replace(CASE, optimizer=options)
+    batches = case.batches()
+    engine = new_engine(cache=60)
+    model, optimizer = build(case, engine)
+    train(case, model, optimizer, batches)
     kept = engine.state_dict()
     assert all(float(fields["step"]) == len(batches) for fields in kept.values())
-    train(CASE, model, optimizer, batches)
+    train(case, model, optimizer, batches)
     engine.load_state_dict(kept)  # back to where it was
     again = engine.state_dict()
     for name, fields in kept.items():

@@ -392,7 +392,7 @@ class OffloadEngine:
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Name of each table -> "weight" and the states of its rows, as copies, after `flush`.
 
-        With states there is also "step" [] of the optimizer.
+        With states, or after a step, there is also "step" [] of the optimizer.
 
         Raises:
             IntegrityError: a record on the host is wrong.
@@ -407,7 +407,7 @@ class OffloadEngine:
                 field: view.clone(memory_format=torch.contiguous_format)
                 for field, view in table.host.fields.items()
             }
-            if len(table.host.fields) > 1:
+            if len(table.host.fields) > 1 or table.optimizer_step:
                 result[name]["step"] = torch.tensor(
                     table.optimizer_step, dtype=torch.float32, device="cpu"
                 )
