@@ -7,6 +7,7 @@ the engine is left out in turn: then slow lanes must lead to an error or to othe
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import threading
 import time
@@ -52,6 +53,31 @@ class Run:
 
     def bits(self) -> list[Any]:
         return snapshot(self.optimizer)
+
+
+@pytest.mark.parametrize("room", [0, 2, 4])
+def test_a_step_without_memory_for_all_states_moves_nothing(
+    room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, plain = Run(HostStates(chunk_bytes=CHUNK)), Run(None)
+    allocate, done = optim.Adam._empty_like, itertools.count()
+
+    def empty_like(self: optim.Adam, param: Tensor, dtype: torch.dtype) -> Tensor:
+        if next(done) == room:
+            raise MemoryError("no room")
+        return allocate(self, param, dtype)
+
+    run.backward(0)
+    before = [param.tolist() for param in run.model.parameters()]
+    with monkeypatch.context() as patch:
+        patch.setattr(optim.Adam, "_empty_like", empty_like)
+        with pytest.raises(MemoryError, match="no room"):
+            run.optimizer.step()
+    assert [param.tolist() for param in run.model.parameters()] == before
+    run.optimizer.step()
+    run.steps(1)
+    plain.steps()
+    assert run.bits() == plain.bits()
 
 
 def test_steps_in_inference_mode_leave_nothing_behind() -> None:

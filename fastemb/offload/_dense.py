@@ -191,6 +191,10 @@ class DenseOffload:
             self._skipped[param] = skip is not None and bool(skip)
         self._steps += 1
 
+    def steps(self, param: Tensor) -> bool:
+        """Whether this step of a parameter is made on the host."""
+        return param in self._active
+
     @outside_inference_mode
     def home(
         self, param: Tensor, grad: Tensor, state: State

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import chain, count
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -36,6 +36,9 @@ from fastemb.optim._states import (
     has_master,
     is_trainable,
 )
+
+if TYPE_CHECKING:
+    from fastemb.offload._dense import DenseOffload
 
 
 class Update(NamedTuple):
@@ -197,6 +200,7 @@ class RowOptimizer(StatefulOptimizer):
             else:
                 self._offload.begin(self, scaling)
                 try:
+                    self._make_states(self._offload)
                     self._step_groups(scaling)
                 finally:
                     self._offload.end()
@@ -355,6 +359,28 @@ class RowOptimizer(StatefulOptimizer):
         if scaled and param not in (self._param_scaling or {}):
             raise _sees_no_gradient(op, queue)
 
+    def _make_states(self, offload: DenseOffload) -> None:
+        """Those on the host, before the first step: there may be no memory for all of them."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if offload.steps(param):
+                    assert param.grad is not None
+                    state = self.state.get(param, {})
+                    place, _, _ = offload.home(param, param.grad, state)
+                    self._make_state(place, group, state, sparse=False)
+                    if state:  # SGD can do without
+                        self.state[param] = state
+
+    def _make_state(self, param: Tensor, group: Options, state: State, *, sparse: bool) -> bool:
+        """Add to ``state`` what a step needs; whether the row operator makes that."""
+        by_rows = sparse or not self._goes_through_torch(group, param, state)
+        if by_rows:
+            self._prepare(param, group, state, sparse=sparse)
+            self._add_master(param, group, state)
+        else:
+            self._prepare_dense(param, group, state)
+        return by_rows
+
     def _step_groups(self, scaling: StepScaling) -> None:
         positions = count()
         for group in self.param_groups:
@@ -398,17 +424,13 @@ class RowOptimizer(StatefulOptimizer):
             if table is not None:
                 table.begin_step(state["step"])
                 rows.append(update)
-            elif sparse or not self._goes_through_torch(group, place, state):
-                self._prepare(place, group, state, sparse=sparse)
-                self._add_master(place, group, state)
+            elif self._make_state(place, group, state, sparse=sparse):
                 rows.append(update)
+            elif _is_fused(group, place, self._fused_operator):
+                fused[place.device, place.dtype, id(update.scaling)].append(update)
             else:
-                self._prepare_dense(place, group, state)
-                if _is_fused(group, place, self._fused_operator):
-                    fused[place.device, place.dtype, id(update.scaling)].append(update)
-                else:
-                    functional.append(update)
-            if state:  # SGD can do without
+                functional.append(update)
+            if state:
                 self.state[param] = state
 
         steps: dict[Scaling, list[Tensor]] = defaultdict(list)
