@@ -111,8 +111,12 @@ class OffloadedTable(Protocol):
     def row_order(self, slots: Tensor) -> Tensor:
         """Positions of ``slots`` [n] int64 in the order of their rows; those of -1 come last."""
 
-    def flush(self) -> None:
-        """Bring the host table, and the states in it, up to date."""
+    def flush(self, *, reading: bool = False) -> None:
+        """Bring the host table, and the states in it, up to date, and a file to the disk.
+
+        Args:
+            reading: the table will only be read, so a disk that fails is no more than a warning.
+        """
 
     def replaced(self) -> None:
         """The host table was written in place: forget the cache."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from torch import nn
 import fastemb
 from fastemb import offload
 from fastemb.offload import IntegrityError, OffloadEngine
+from fastemb.offload._file import FileGoneError
 
 pytestmark = limits
 
@@ -397,3 +400,51 @@ def test_where_files_cannot_be(tmp_path: Path) -> None:
         offload.Embedding(20, 3, engine=engine, table="ä" * 41)  # as %C3%A4
     offload.Embedding(20, 3, engine=engine, table="ä" * 40)
     engine.close()
+
+
+@pytest.mark.parametrize("closing", [False, True])
+def test_a_disk_that_fails_keeps_no_checkpoint_from_another_one(
+    closing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case((TableCase(), TableCase(bag=False)))
+    data = case.batches()
+    engine, model, optimizer = run_files(case, tmp_path, data)
+    want, want_optimizer = build(case, None)
+    train_case(case, want, want_optimizer, data)
+    expected = saved(want, want_optimizer)
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", full)
+        named = "table 't0' does not come to the disk", str(tmp_path / "t0.fetab")
+        with raises(OSError, *named):
+            engine.close() if closing else engine.flush()
+        if closing:
+            assert saved(model, optimizer) == expected
+        else:
+            with pytest.warns(RuntimeWarning, match="does not come to the disk.*up to date"):
+                assert saved(model, optimizer) == expected
+            with raises(OSError, *named):
+                model.load_state_dict(want.state_dict())
+    engine.close()
+    with pytest.warns(RuntimeWarning) if closing else nullcontext():
+        again = new_engine(cache=0.75, storage=tmp_path, resume=True, recover=closing)
+        model, optimizer = build(case, again)
+    assert saved(model, optimizer)[0]["t0.weight"] == expected[0]["t0.weight"]
+    again.close()
+
+
+def test_a_file_that_is_gone_keeps_no_checkpoint_from_another_disk(tmp_path: Path) -> None:
+    case = Case()
+    engine, model, optimizer = run_files(case, tmp_path, case.batches())
+    (tmp_path / "t0.fetab.partial").unlink(missing_ok=True)
+    (tmp_path / "t0.fetab").unlink(missing_ok=True)
+    with pytest.warns(RuntimeWarning, match="no longer the file that is open"):
+        states = saved(model, optimizer)
+    want, want_optimizer = build(case, None)
+    train_case(case, want, want_optimizer, case.batches())
+    assert states == saved(want, want_optimizer)
+    with raises(FileGoneError, "t0.fetab"):
+        engine.close()

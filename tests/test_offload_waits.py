@@ -319,7 +319,7 @@ CALLS: dict[tuple[str, str], list[Callable[[], None]]] = {
     ("OffloadEngine.wait", "_mend"): [mend_between_batches],
     ("OffloadEngine.wait", "_adopt_writes"): [write_within_a_batch],
     ("OffloadEngine.wait", "reset"): [reset_within_a_batch],
-    ("OffloadEngine.drain", "write_back"): [read_after_flush],
+    ("OffloadEngine.drain", "update"): [read_after_flush],
     ("OffloadEngine.drain", "reset"): [reset_under_way],
     ("OffloadEngine.drain", "_adopt_writes"): [write_under_way],
     ("Transfers.drain", "load_state_dict"): [load_under_way],

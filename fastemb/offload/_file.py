@@ -90,8 +90,8 @@ class FileGoneError(RuntimeError):
         self.path = path
         super().__init__(
             f"{path} is no longer the file that is open: it was removed, or replaced by another "
-            "one, so nobody would find what is flushed; bring it back, or save copies of the "
-            "weight and its states"
+            "one, so nobody would find what is flushed; bring it back, or save the state_dict() of "
+            "the model and of the optimizer"
         )
 
 
@@ -346,12 +346,17 @@ class TableFile:
 
         Raises:
             FileGoneError: see `require_named`; the header stays as it was.
+            OSError: the disk does not take it; the file stays dirty.
         """
         self.require_named()
-        os.fdatasync(self._descriptor)  # most of the work, and without the GIL
-        self.mapping.flush()
         header = replace(self.header, clean=clean, step=step, optimizer_step=optimizer_step)
-        self._write_header(header)
+        try:
+            os.fdatasync(self._descriptor)  # most of the work, and without the GIL
+            self.mapping.flush()
+            self._write_header(header)
+        except OSError as error:
+            what = f"table {header.name!r} does not come to the disk ({error.strerror})"
+            raise OSError(error.errno, what, str(self.path)) from error
         if self._partial:
             if not self._replace:
                 _require_absent(self.path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from fastemb._memory import advise_huge_pages
 from fastemb._offloaded import RowState
 from fastemb._row_queue import drop
 from fastemb.nn._table import keep_full_gradients
+from fastemb.offload._file import FileGoneError
 from fastemb.offload._held import HeldRows, Pins
 from fastemb.offload._host import HostTable, fill
 from fastemb.offload._interrupts import uninterrupted
@@ -219,7 +221,7 @@ class StoredTable:
         """
         if self._given_back:
             return
-        self.flush()
+        self.flush(reading=True)
         weight = self.weight
         optimizer = None if self._optimizer is None else self._optimizer()
         states = getattr(optimizer, "state", {}).get(weight, {})
@@ -326,18 +328,32 @@ class StoredTable:
     # ---- host and cache ----
 
     @alone
-    def flush(self) -> None:
+    def flush(self, *, reading: bool = False) -> None:
         """Bring the records up to date, before somebody reads all of them, or writes some fields.
+
+        Args:
+            reading: where the disk fails, a checkpoint may well go to another one.
 
         Raises:
             IntegrityError: a record is wrong. It would be saved, or sealed with what is written.
+            FileGoneError, OSError: as `HostTable.flush`; a warning where they are only read.
         """
         if self._closed:  # which has brought them up to date
             self.engine.check_lost()
             return
-        self.write_back()
+        self.update()
         if not self._opened:
             return
+        try:
+            self.save()
+        except (FileGoneError, OSError) as error:
+            if not reading:
+                raise
+            warnings.warn(
+                f"{error}. What is read of table {self.name!r} now is up to date all the same",
+                RuntimeWarning,
+                stacklevel=4,
+            )
         if self.engine.transfers.verify != "off":
             wrong = self.host.verify()
             if wrong:
@@ -349,8 +365,8 @@ class StoredTable:
 
     @alone
     @torch.no_grad()
-    def write_back(self) -> None:
-        """Bring the records up to date; the cache stays as it is."""
+    def update(self) -> None:
+        """Bring the records up to date in memory; the cache stays as it is."""
         if self.abandoned:
             return
         self.open()
@@ -366,7 +382,12 @@ class StoredTable:
         engine.drain()
         if self._step is not None:
             self.host.optimizer_step = float(self._step)
-        self.host.flush(engine.step)
+
+    @alone
+    def save(self) -> None:
+        """After `update`: bring a file to the disk, where it then is clean."""
+        if self._opened:
+            self.host.flush(self.engine.step)
 
     @alone
     @torch.no_grad()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fastemb import _offloaded
-from fastemb.offload._file import partial_name
+from fastemb.offload._file import FileGoneError, partial_name
 from fastemb.offload._host import HostTable
 from fastemb.offload._lanes import Lane
 from fastemb.offload._layout import Field, RecordLayout, why_unfit
@@ -373,10 +373,30 @@ class OffloadEngine:
         return some
 
     def flush(self) -> None:
-        """Bring all host tables up to date, and files to the disk, where they are then clean."""
+        """Bring all host tables up to date, and files to the disk, where they are then clean.
+
+        Raises:
+            FileGoneError, OSError: a file was removed, or its disk fails; it stays dirty. All
+                tables are up to date in memory.
+        """
+        self._update()
+        self._save()
+
+    def _update(self) -> None:
         self.check()
         for table in self.tables.values():
-            table.write_back()
+            table.update()
+
+    def _save(self) -> None:
+        """All files; that the disk of one fails is raised after the others."""
+        failed: BaseException | None = None
+        for table in self.tables.values():
+            try:
+                table.save()
+            except (FileGoneError, OSError) as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     def verify(self) -> dict[str, list[int]]:
         """Name of each table -> rows whose record on the host is wrong, after `flush`."""
@@ -400,7 +420,7 @@ class OffloadEngine:
         self.check()
         tables = self._stored()
         for table in tables.values():
-            table.flush()
+            table.flush(reading=True)
         result = {}
         for name, table in tables.items():
             result[name] = {
@@ -523,10 +543,12 @@ class OffloadEngine:
             return
         try:
             if self._broken is None:
-                self.flush()
-        except BaseException as error:
-            self._broken = self._broken or error  # what is on the host is not up to date
-            raise
+                try:
+                    self._update()
+                except BaseException as error:
+                    self._broken = self._broken or error  # what is on the host is not up to date
+                    raise
+                self._save()
         finally:
             self._closed = True
             self.transfers.close()

@@ -177,7 +177,7 @@ class OffloadedModule(TableModule):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         self._own_weight()
-        self._table.flush()
+        self._table.flush(reading=True)
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not keep_vars:  # as any other checkpoint: weights one after the other, and no records
             key = prefix + "weight"

@@ -335,7 +335,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 if table is None or param in offloaded:
                     continue
                 table.check_served(self)
-                table.flush()
+                table.flush(reading=True)
                 state = self._state_of(table, param, group)
                 if state:
                     offloaded[param] = _copied(state)
