@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fastemb import _reference, _transforms
 from fastemb._autograd import register_autograd
 from fastemb._reference import accumulation_dtype
-from fastemb._sleeping import TABLES, KeptTable
+from fastemb._sleeping import TABLES, KeptTable, sleepers_behind
 
 LIBRARY = torch.library.Library("fastemb", "DEF")
 _ops = torch.ops.fastemb
@@ -199,7 +199,7 @@ def setup_embedding_bag(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
     # The weight is kept only for the gradient that reads it, so that an optimizer may step in
     # between and the table is not pinned to the graph.
     needs_weight = per_sample_weights is not None and per_sample_weights.requires_grad
-    sleepers = TABLES.get(id(weight)) if needs_weight else None
+    sleepers = sleepers_behind(weight) if needs_weight and TABLES else None
     ctx.kept = None
     if sleepers is not None:
         ctx.kept = KeptTable("embedding_bag", weight, sleepers, table)

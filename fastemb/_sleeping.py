@@ -85,6 +85,12 @@ def wake_all(*weights: Tensor) -> None:
 wake_all_outside_graph = _disable_dynamo(wake_all)
 
 
+def sleepers_behind(weight: Tensor) -> Sleepers | None:
+    """Those of a parameter, or of the only one that ``weight`` shares memory with."""
+    known = _tables_of(weight)
+    return known[0] if len(known) == 1 else None
+
+
 def _unwrapped(weight: Tensor) -> Tensor:
     while _functorch.is_functorch_wrapped_tensor(weight):  # once for each transform
         weight = _functorch.get_unwrapped(weight)

@@ -49,13 +49,18 @@ def weighted_bag() -> tuple[fnn.EmbeddingBag, optim.Adam]:
     return bag, optimizer
 
 
-def test_per_sample_weights_of_two_lookups() -> None:
+@pytest.mark.parametrize("detached", [False, True])
+def test_per_sample_weights_of_two_lookups(detached: bool) -> None:
     """The second wakes rows, which are none of the first."""
     bag, _optimizer = weighted_bag()
+    params = {"weight": bag.weight.detach()} if detached else {}
     want = flushed_copy(bag)
     ids = [torch.tensor([[3, 4, 5]]), torch.tensor([[5, 6, 7]])]
     weights = [torch.ones(1, 3, requires_grad=True) for _ in ids]
-    outputs = [bag(i, per_sample_weights=w) for i, w in zip(ids, weights, strict=True)]
+    outputs = [
+        functional_call(bag, params, (i,), {"per_sample_weights": w})
+        for i, w in zip(ids, weights, strict=True)
+    ]
     sum(output.square().sum() for output in outputs).backward()
     for i, w, output in zip(ids, weights, outputs, strict=True):
         torch.testing.assert_close(w.grad, (want[i] @ (2 * output.detach().T)).squeeze(-1))
