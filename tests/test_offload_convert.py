@@ -502,6 +502,26 @@ def test_transforms_of_a_table_that_trains_are_refused_before_anything_moves(cac
     assert run(new_engine(cache=12)) == run(None)
 
 
+def test_a_loop_and_a_checkpoint_within_a_transform() -> None:
+    """What an engine does is no part of it."""
+    case = Case((TableCase(),))
+    batches = case.batches()
+    engine = new_engine(cache=12)
+    model, optimizer = build(case, engine)
+    train_case(case, model, optimizer, batches)
+
+    def loss(scale: Tensor) -> Tensor:
+        for _ in engine.prefetch(batches, ids=ids_of):
+            scale = scale * 2
+        return scale * len(model.state_dict())
+
+    assert torch.func.grad(loss)(torch.tensor(1.0)) == 2 ** len(batches) * 3
+    train_case(case, model, optimizer, batches)
+    want, want_optimizer = build(case, None)
+    train_case(case, want, want_optimizer, batches * 2)
+    assert saved(model, optimizer) == saved(want, want_optimizer)
+
+
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 def test_transforms_with_a_frozen_table(max_norm: float | None) -> None:
     case = Case((TableCase(weighted=True, max_norm=max_norm),))

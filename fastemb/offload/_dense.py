@@ -19,7 +19,7 @@ from fastemb._fused import DenseGradientHook
 from fastemb._offloaded import TABLES, device_of
 from fastemb.offload._lanes import Lane
 from fastemb.offload._link import HOST, Link, LinkOptions, Transfer
-from fastemb.offload._modes import outside_inference_mode
+from fastemb.offload._modes import outside_modes
 from fastemb.offload._twin import Twin
 from fastemb.offload.errors import VERIFY, Direction, IntegrityError, Verify
 from fastemb.optim._dense import is_dense
@@ -143,7 +143,7 @@ class DenseOffload:
         here = param in self._here or empty or id(param) in TABLES
         return device_of(param) if here else HOST
 
-    @outside_inference_mode
+    @outside_modes
     def begin(self, optimizer: RowOptimizer, scaling: StepScaling) -> None:
         """Have everything on the host that the step will read, and look at it.
 
@@ -195,7 +195,7 @@ class DenseOffload:
         """Whether this step of a parameter is made on the host."""
         return param in self._active
 
-    @outside_inference_mode
+    @outside_modes
     def home(
         self, param: Tensor, grad: Tensor, state: State
     ) -> tuple[Tensor, Tensor, torch.device]:
@@ -246,7 +246,7 @@ class DenseOffload:
 
     # ---- gradients ----
 
-    @outside_inference_mode
+    @outside_modes
     def _gradient_is_ready(self, param: Tensor) -> None:
         grad = param.grad
         if grad is None or grad.layout != torch.strided or param in self._here:

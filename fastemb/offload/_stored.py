@@ -24,7 +24,7 @@ from fastemb.offload._host import HostTable, fill
 from fastemb.offload._interrupts import uninterrupted
 from fastemb.offload._lanes import Event
 from fastemb.offload._layout import Field, RecordLayout, why_unfit
-from fastemb.offload._modes import outside_inference_mode
+from fastemb.offload._modes import outside_modes
 from fastemb.offload._slots import Policy, SlotMap
 from fastemb.offload.errors import IntegrityError
 
@@ -38,7 +38,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 def alone(method: _Method) -> _Method:
     """Have other threads wait while one changes what the tables of an engine know."""
-    outside = outside_inference_mode(method)
+    outside = outside_modes(method)
 
     @wraps(method)
     def locked(self: StoredTable, *args: Any, **options: Any) -> Any:

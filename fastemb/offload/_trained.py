@@ -13,7 +13,7 @@ from fastemb._row_queue import QueuedRows
 from fastemb.offload._held import HeldRows
 from fastemb.offload._host import fill
 from fastemb.offload._interrupts import uninterrupted
-from fastemb.offload._modes import outside_inference_mode
+from fastemb.offload._modes import outside_modes
 from fastemb.offload._stored import StoredTable, alone, signature
 
 
@@ -61,7 +61,7 @@ class TrainedTable(StoredTable):
             kept = set(signature(wanted)) & set(signature(self._states))
             self._make_room(wanted, {name for name, _, _ in kept}, self.optimizer_step)
 
-    @outside_inference_mode
+    @outside_modes
     def restored(self, optimizer: object) -> dict[str, Tensor]:
         if self._restored is None or self._closed or self._has_states_of_another(optimizer):
             return {}

@@ -27,7 +27,7 @@ from torch import Tensor
 from fastemb.offload import _mapping
 from fastemb.offload._host import HostTable
 from fastemb.offload._lanes import Event, Lane, computed
-from fastemb.offload._modes import outside_inference_mode
+from fastemb.offload._modes import outside_modes
 from fastemb.offload.errors import Direction, IntegrityError, Verify
 
 LaneFactory = Callable[[str, torch.device], Lane]
@@ -138,7 +138,7 @@ class Transfers:
             the next operator raises that, which may be one of a lane; it is for the loop to raise.
     """
 
-    @outside_inference_mode
+    @outside_modes
     def __init__(
         self,
         device: torch.device,

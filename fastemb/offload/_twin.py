@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastemb._memory import advise_huge_pages
 from fastemb.offload._link import HOST, Link, Transfer
-from fastemb.offload._modes import outside_inference_mode
+from fastemb.offload._modes import outside_modes
 from fastemb.optim._dense import flat
 
 __all__ = ["Twin"]
@@ -51,7 +51,7 @@ class Twin:
     def fetch_parameter(self, param: Tensor) -> None:
         self.known = self.link.to_host(flat(self.param), partial(flat, param))
 
-    @outside_inference_mode
+    @outside_modes
     def send_parameter(self, param: Tensor) -> None:
         self.known = self.delivery = self.link.to_device(flat(param), flat(self.param))
 

@@ -23,7 +23,7 @@ from fastemb.offload._file import FileGoneError, partial_name
 from fastemb.offload._host import HostTable
 from fastemb.offload._lanes import Lane
 from fastemb.offload._layout import Field, RecordLayout, why_unfit
-from fastemb.offload._modes import outside_inference_mode
+from fastemb.offload._modes import outside_modes
 from fastemb.offload._prefetch import Batch, Ids, LookAhead, Prefetcher
 from fastemb.offload._slots import Policy
 from fastemb.offload._stored import StoredTable, require_weight
@@ -194,7 +194,7 @@ class OffloadEngine:
 
     # ---- tables ----
 
-    @outside_inference_mode
+    @outside_modes
     def adopt(self, weight: nn.Parameter, name: str, dtype: torch.dtype) -> Table:
         """Take over a table; `fastemb.convert` and the modules of `fastemb.offload` call it.
 
@@ -244,7 +244,7 @@ class OffloadEngine:
         table.unregister()
         table.close()
 
-    @outside_inference_mode
+    @outside_modes
     def make_weight(
         self, name: str, num_embeddings: int, embedding_dim: int, dtype: torch.dtype
     ) -> tuple[Tensor | None, bool]:

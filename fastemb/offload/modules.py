@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch._C import _functorch
 from torch._compile import _disable_dynamo
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import Parameter, init
 
@@ -81,9 +80,7 @@ class OffloadedModule(TableModule):
                 "(grad, vmap, ...) while its weight requires grad; freeze it, or "
                 "fastemb.revert(model) first"
             )
-        input = self._unwrapped(op, input)
-        with temporarily_clear_interpreter_stack():  # what the engine does is no part of it
-            return self._table.lookup(op, input, padding)
+        return self._table.lookup(op, self._unwrapped(op, input), padding)
 
     def _unwrapped(self, op: str, ids: Tensor) -> Tensor:
         while _functorch.is_functorch_wrapped_tensor(ids):  # once for each transform
@@ -121,8 +118,7 @@ class OffloadedModule(TableModule):
 
     def _done(self, lookup: Lookup, output: Tensor) -> Tensor:
         if self.max_norm is not None:
-            with temporarily_clear_interpreter_stack():
-                self._table.touched(lookup)
+            self._table.touched(lookup)
         _fused.hold(output, lookup.held)
         return output
 
