@@ -21,7 +21,6 @@ import platform
 import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,8 +92,10 @@ def load(
 
 def _is_report() -> bool:
     """Whether this process is ``python -m fastemb``, which must run where an import fails."""
-    arguments = sys.orig_argv
-    return any(pair == ("-m", "fastemb") for pair in pairwise(arguments))
+    if sys.argv[:1] != ["-m"]:  # what stands there while Python looks for the module
+        return False
+    module = sys.orig_argv[-len(sys.argv)]  # before the module's own arguments
+    return module == "fastemb" or (module.startswith("-") and module.endswith("mfastemb"))
 
 
 def _load(state: _State) -> None:

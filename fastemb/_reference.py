@@ -170,7 +170,11 @@ def _max(terms: Tensor, bags: _Bags, output_dtype: torch.dtype) -> tuple[Tensor,
     argmax = torch.full(shape, none, dtype=torch.int64, device=terms.device)
     argmax.scatter_reduce_(0, bag, torch.where(wins, within, none), "amin")
     empty = argmax == none
-    output = largest.masked_fill(has_nan.bool(), torch.nan).masked_fill(empty, 0)
+    # Of zeros that are equal, the sign is that of the first.
+    first = wins & (within == argmax.gather(0, bag))
+    output = torch.full_like(largest, -torch.inf)
+    output.scatter_reduce_(0, bag, terms.masked_fill(~first | is_nan, -torch.inf), "amax")
+    output = output.masked_fill(has_nan.bool(), torch.nan).masked_fill(empty, 0)
     return output.to(output_dtype), argmax.masked_fill(empty, -1).to(torch.int32)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastemb import functional as F
 from fastemb import nn as fnn
+from fastemb import optim
 
 IDS = torch.tensor([1, 2, 4])
 OFFSETS = torch.tensor([0, 2])
@@ -499,6 +500,53 @@ def test_buffers_refilled_behind_the_back_of_autograd(mode: str, sparse: Any) ->
         except IndexError:
             continue
         assert bag.weight.grad.to_dense()[1].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("bad", [-1, 4, 2**40])
+@pytest.mark.parametrize("position", [0, 2])
+def test_ids_refilled_before_the_gradient_of_their_weights(position: int, bad: int) -> None:
+    ids, samples = torch.tensor([0, 1, 2]), torch.ones(3, requires_grad=True)
+    bag = fnn.EmbeddingBag(4, 2, mode="sum")
+    output = bag(ids, torch.tensor([0, 2]), samples)
+    ids.data[position] = bad
+    with pytest.raises(IndexError, match=f"index {bad} at position {position} is out of range"):
+        output.sum().backward()
+
+
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize("what", ["weight", "indices", "offsets", "per_sample_weights"])
+def test_memory_that_was_freed(what: str) -> None:
+    """As FSDP frees that of parameters, and schedulers of pipelines that of activations."""
+    tensors = {
+        "weight": torch.ones(4, 2),
+        "indices": torch.tensor([0, 1, 2]),
+        "offsets": torch.tensor([0, 2]),
+        "per_sample_weights": torch.ones(3),
+    }
+    tensors[what] = freed(tensors[what])
+    with pytest.raises(RuntimeError, match=r"storage|not allocated"):
+        F.embedding_bag(
+            tensors["indices"],
+            tensors["weight"],
+            tensors["offsets"],
+            mode="sum",
+            per_sample_weights=tensors["per_sample_weights"],
+        )
+
+
+@pytest.mark.parametrize("what", ["weight", "exp_avg"])
+def test_a_step_in_memory_that_was_freed(what: str) -> None:
+    module = fnn.Embedding(4, 2, sparse=True)
+    optimizer = optim.SparseAdam(module.parameters())
+    module(torch.tensor([0, 1])).sum().backward()
+    optimizer.step()
+    freed(module.weight if what == "weight" else optimizer.state[module.weight][what])
+    with pytest.raises(RuntimeError, match="storage"):
+        optimizer.step()
 
 
 def test_weights_changed_before_the_backward() -> None:

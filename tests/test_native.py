@@ -104,6 +104,20 @@ def test_report_runs_where_the_import_fails(package: Path) -> None:
     assert re.search(r"(?m)^embedding_bag +reference ", done.stdout)
 
 
+def test_only_the_report_survives_a_failed_import(package: Path) -> None:
+    setting = {"FASTEMB_BACKEND": "fast"}
+    for arguments in (["-mfastemb"], ["-Bm", "fastemb"]):
+        done = run(package, *arguments, **setting)
+        assert "Traceback" not in done.stderr
+        assert "ERROR: import fastemb fails" in done.stdout
+    # A program with an option -m of its own.
+    program = package.parent / "program.py"
+    program.write_text("import fastemb\n")
+    done = run(package, str(program), "-m", "fastemb", **setting)
+    assert "FASTEMB_BACKEND must be one of" in done.stderr
+    assert done.returncode == 1
+
+
 def test_report_survives_wrong_settings(package: Path) -> None:
     for setting, value, fails in (
         ("FASTEMB_BACKEND", "fast", "import fastemb"),

@@ -403,6 +403,14 @@ def test_max_sends_a_tie_to_the_first(backend: Backend) -> None:
     assert grad.tolist() == [[0, 0], [0, 0], [5, 7], [0, 0]]
 
 
+@pytest.mark.parametrize("dim", [2, 16, 33])
+def test_max_has_the_sign_of_the_first_of_equal_zeros(backend: Backend, dim: int) -> None:
+    weight = torch.tensor([[-0.0], [0.0]]).expand(2, dim).contiguous()
+    case = make_case(weight, torch.tensor([[0, 1], [1, 0]]), mode="max").to(backend.device)
+    output, _ = case.forward(backend.ops)
+    assert_same_bits(output.cpu(), weight)
+
+
 # ---- memory --------------------------------------------------------------------------------------
 
 

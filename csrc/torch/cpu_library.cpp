@@ -128,8 +128,8 @@ struct CpuBackend {
     }
   }
 
-  const std::string& op;
-  const std::string& table;
+  const std::string op;
+  const std::string table;  // as it came, which may be a temporary
   torch::stable::Device device;
   cpu::Parallel parallel;
   ErrorReport report{};

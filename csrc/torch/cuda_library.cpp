@@ -115,8 +115,8 @@ struct CudaBackend {
     reports.raise_pending();
   }
 
-  const std::string& op;
-  const std::string& table;
+  const std::string op;
+  const std::string table;  // as it came, which may be a temporary
   const Tensor& like;
   torch::stable::accelerator::DeviceGuard guard;
   ErrorReports& reports;

@@ -28,7 +28,7 @@ struct GradPlaces {
     require_here(name, *tensor);
     require(tensor->scalar_type() == ScalarType::Float && tensor->numel() == 1, op,
             std::string(name) + " must be one float32 element");
-    return static_cast<const float*>(tensor->const_data_ptr());
+    return static_cast<const float*>(readable(op, name, *tensor));
   }
 
   void require_here(const char* name, const Tensor& tensor) const {
@@ -42,9 +42,9 @@ struct GradPlaces {
     require(tensor->scalar_type() == type && tensor->numel() == elements && tensor->is_contiguous(), op,
             std::string(name) + " must be contiguous " + word + " of " + std::to_string(elements) + " elements");
     if constexpr (std::is_const_v<E>) {
-      return static_cast<E*>(tensor->const_data_ptr());
+      return static_cast<E*>(readable(op, name, *tensor));
     } else {
-      return static_cast<E*>(tensor->data_ptr());
+      return static_cast<E*>(writable(op, name, *tensor));
     }
   }
 };
@@ -63,7 +63,7 @@ struct GradOperators {
       problems[i].grad_type = dtype_of(op, grad.scalar_type());
       require(grad.is_contiguous(), op, "gradients must be contiguous");
       require(grad.device() == grads[0].device(), op, "gradients must be on one device");
-      problems[i].grad = grad.data_ptr();
+      problems[i].grad = writable(op, "grad", grad);
       problems[i].numel = grad.numel();
     }
     const float* scale = places.scale();
@@ -100,7 +100,7 @@ struct GradOperators {
     const GradPlaces places{op, grad, 1, inv_scale, found_inf, stats, square_sum};
     RowGradCheck problem{};
     RowStep& rows = problem.rows;
-    rows.grad = grad.const_data_ptr();
+    rows.grad = readable(op, "grad", grad);
     rows.grad_type = dtype_of(op, grad.scalar_type());
     rows.dim = grad.size(1);
     rows.num_rows = segments.has_value() ? segments->numel() - 1 : grad.size(0);
@@ -132,7 +132,7 @@ struct GradOperators {
   static Tensor boundary_gradient(Tensor grad, Tensor ratio, OptionalTensor inv_scale, Tensor flags,
                                   OptionalTensor stats) {
     const std::string op = "boundary_gradient";
-    const Tensor whole = packed(grad);
+    const Tensor whole = packed(op, "grad", grad);
     const GradPlaces places{op, whole, 1, inv_scale, std::nullopt, stats, std::nullopt};
     BoundaryGradient problem{};
     problem.grad = whole.const_data_ptr();

@@ -26,7 +26,7 @@ struct Operators {
     Backend backend(op, weight, table);
     const BagTensors tensors(op, indices, weight.size(0));
     backend.check(tensors.bags);
-    const Tensor rows = with_whole_rows(weight);
+    const Tensor rows = with_whole_rows(op, "weight", weight);
     std::vector<int64_t> sizes(indices.sizes().begin(), indices.sizes().end());
     sizes.push_back(weight.size(1));
     Tensor output = backend.output(sizes, output_dtype);
@@ -53,7 +53,7 @@ struct Operators {
     Backend backend(op, weight, table);
     const BagTensors tensors(op, indices, offsets, weight.size(0), padding_idx, include_last_offset);
     backend.check_offsets(tensors.bags);
-    const Tensor rows = with_whole_rows(weight);
+    const Tensor rows = with_whole_rows(op, "weight", weight);
     const OptionalTensor samples = per_sample(op, per_sample_weights, indices);
     BagForward problem{};
     problem.bags = tensors.bags;
@@ -115,7 +115,8 @@ struct Operators {
     require(!dense || out_rows == num_embeddings, op, "a dense gradient has num_embeddings rows");
     const bool wide = grad_dtype == ScalarType::Double;
     const bool is_wide = grad_output.scalar_type() == ScalarType::Double;
-    const Tensor grad = packed(wide == is_wide ? grad_output : to_dtype(grad_output, grad_dtype));
+    const Tensor typed = wide == is_wide ? grad_output : to_dtype(op, "grad_output", grad_output, grad_dtype);
+    const Tensor grad = packed(op, "grad_output", typed);
     const OptionalTensor samples = per_sample(op, per_sample_weights, indices);
 
     BagBackward problem{};
@@ -132,7 +133,7 @@ struct Operators {
     if (problem.mode == Mode::max) {
       require(argmax.has_value() && argmax->numel() == grad.numel() && argmax->scalar_type() == ScalarType::Int, op,
               "argmax must be the int32 argmax of the forward");
-      winners = packed(*argmax);
+      winners = packed(op, "argmax", *argmax);
       problem.argmax = static_cast<const int32_t*>(winners->const_data_ptr());
     }
     Tensor grad_rows = dense ? backend.dense_gradient({out_rows, problem.dim}, grad_dtype)
@@ -189,7 +190,7 @@ struct Operators {
     require(
         grad_output.dim() == 2 && grad_output.size(0) == tensors.bags.num_bags && grad_output.size(1) == weight.size(1),
         op, "grad_output must have one row per bag and weight's columns");
-    const Tensor table_rows = with_whole_rows(weight);
+    const Tensor table_rows = with_whole_rows(op, "weight", weight);
     PerSampleBackward problem{};
     problem.bags = tensors.bags;
     problem.mode = mode_of(op, mode);
@@ -199,7 +200,7 @@ struct Operators {
     problem.weight_stride = row_stride(table_rows);
     problem.dim = weight.size(1);
     const ScalarType acc = accumulation_type(problem.weight_type);
-    const Tensor grad = packed(to_dtype(grad_output, acc));
+    const Tensor grad = packed(op, "grad_output", to_dtype(op, "grad_output", grad_output, acc));
     problem.grad_output = grad.const_data_ptr();
     Tensor result = backend.zeros(std::vector<int64_t>(indices.sizes().begin(), indices.sizes().end()), acc);
     problem.grad_weights = result.mutable_data_ptr();
@@ -222,7 +223,7 @@ struct Operators {
     grouping.groups.num_rows = static_cast<int32_t*>(backend.scratch(4));
     backend.group_indices(grouping);
 
-    Tensor rows = with_whole_rows(weight);
+    Tensor rows = with_whole_rows(op, "weight", weight);
     Renorm problem{};
     problem.groups = grouping.groups;
     problem.num_groups_capacity = n;
@@ -246,7 +247,7 @@ struct Operators {
   static OptionalTensor per_sample(const std::string& op, const OptionalTensor& weights, const Tensor& indices) {
     if (!weights.has_value()) return std::nullopt;
     require(weights->numel() == indices.numel(), op, "per_sample_weights must have one element per index");
-    return packed(*weights);
+    return packed(op, "per_sample_weights", *weights);
   }
 
   template <typename Problem>

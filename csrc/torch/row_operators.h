@@ -21,7 +21,7 @@ struct RowTarget {
     check_param();
     RowStep p{};
     p.param_type = dtype_of(op, param.scalar_type());
-    p.param = param.data_ptr();
+    p.param = writable(op, "param", param);
     p.num_embeddings = param.size(0);
     p.dim = param.size(1);
     p.param_stride = param.size(0) <= 1 ? param.size(1) : param.stride(0);
@@ -33,7 +33,7 @@ struct RowTarget {
       require_here("rows", *rows);
       require(rows->scalar_type() == ScalarType::Long && rows->dim() == 1 && rows->is_contiguous(), op,
               "rows must be contiguous int64, 1-D");
-      p.rows = static_cast<const int64_t*>(rows->const_data_ptr());
+      p.rows = static_cast<const int64_t*>(readable(op, "rows", *rows));
       p.num_rows = rows->numel();
     }
     if (used_rows.has_value()) {
@@ -59,7 +59,7 @@ struct RowTarget {
     require(typed && tensor->numel() == elements && tensor->is_contiguous(), op,
             std::string(name) + " must be contiguous, " + (acc == ScalarType::Double ? "float64" : "float32") +
                 (may_be_bf16 ? " or bfloat16" : "") + ", of " + std::to_string(elements) + " elements");
-    return tensor->data_ptr();
+    return writable(op, name, *tensor);
   }
 
   int32_t* counter(const char* name, const OptionalTensor& tensor) const {
@@ -67,7 +67,7 @@ struct RowTarget {
     require_here(name, *tensor);
     require(tensor->scalar_type() == ScalarType::Int && tensor->numel() == param.size(0) && tensor->is_contiguous(), op,
             std::string(name) + " must be contiguous int32, one element for each row of param");
-    return static_cast<int32_t*>(tensor->data_ptr());
+    return static_cast<int32_t*>(writable(op, name, *tensor));
   }
 
   void require_here(const char* name, const Tensor& tensor) const {
@@ -78,7 +78,7 @@ struct RowTarget {
     require_here(name, tensor);
     require(tensor.scalar_type() == ScalarType::Float && tensor.numel() == 1, op,
             std::string(name) + " must be one float32 element");
-    return static_cast<const float*>(tensor.const_data_ptr());
+    return static_cast<const float*>(readable(op, name, tensor));
   }
 
  private:
@@ -107,7 +107,7 @@ struct RowArguments : RowTarget {
     p.grad_type = dtype_of(op, grad.scalar_type());
     require((p.grad_type == DType::f64) == (p.param_type == DType::f64), op,
             "grad must be float64 when param is, and only then");
-    p.grad = grad.const_data_ptr();
+    p.grad = readable(op, "grad", grad);
     if (segments.has_value()) require_here("segments", *segments);
     if (sources.has_value()) require_here("sources", *sources);
     if (coefficients.has_value()) require_here("coefficients", *coefficients);

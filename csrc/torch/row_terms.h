@@ -13,10 +13,10 @@ inline void set_terms(const std::string& op, const Tensor& grad, const OptionalT
   if (!segments.has_value()) return;
   require(segments->scalar_type() == ScalarType::Int && segments->numel() >= 1 && segments->is_contiguous(), op,
           "segments must be contiguous int32, one element more than rows");
-  p.segments = static_cast<const int32_t*>(segments->const_data_ptr());
+  p.segments = static_cast<const int32_t*>(readable(op, "segments", *segments));
   require(sources->scalar_type() == ScalarType::Int && sources->is_contiguous(), op,
           "sources must be contiguous int32");
-  p.sources = static_cast<const int32_t*>(sources->const_data_ptr());
+  p.sources = static_cast<const int32_t*>(readable(op, "sources", *sources));
   p.num_terms = sources->numel();
   if (!coefficients.has_value()) return;
   const bool wide = grad.scalar_type() == ScalarType::Double;
@@ -25,7 +25,7 @@ inline void set_terms(const std::string& op, const Tensor& grad, const OptionalT
           coefficients->numel() == p.num_terms && coefficients->is_contiguous(),
       op,
       std::string("coefficients must be contiguous, ") + (wide ? "float64" : "float32") + ", one for each of sources");
-  p.coefficients = coefficients->const_data_ptr();
+  p.coefficients = readable(op, "coefficients", *coefficients);
 }
 
 // Bytes of RowStep::partials.

@@ -70,17 +70,43 @@ inline Mode mode_of(const std::string& op, const std::string& mode) {
 
 inline ScalarType accumulation_type(DType type) { return type == DType::f64 ? ScalarType::Double : ScalarType::Float; }
 
-inline Tensor packed(const Tensor& tensor) {
+// Raises where a tensor lies outside its storage, which untyped_storage().resize_() frees or makes smaller.
+inline void require_memory(const std::string& op, const char* name, const Tensor& tensor) {
+  if (tensor.numel() == 0) return;
+  int64_t end = tensor.storage_offset() + 1, bytes = 0;
+  for (int64_t d = 0; d < tensor.dim(); ++d) end += (tensor.size(d) - 1) * tensor.stride(d);
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
+  const int64_t needed = end * static_cast<int64_t>(tensor.element_size());
+  if (needed > bytes) {
+    throw std::runtime_error(op + ": " + name + " needs " + std::to_string(needed) + " bytes, but its storage has " +
+                             std::to_string(bytes) + " (was it freed?)");
+  }
+}
+
+inline Tensor packed(const std::string& op, const char* name, const Tensor& tensor) {
+  require_memory(op, name, tensor);
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
 // Rows may lie apart, the elements of a row may not: a transposed table is copied.
-inline Tensor with_whole_rows(const Tensor& weight) {
+inline Tensor with_whole_rows(const std::string& op, const char* name, const Tensor& weight) {
+  require_memory(op, name, weight);
   return weight.size(1) <= 1 || weight.stride(1) == 1 ? weight : torch::stable::contiguous(weight);
 }
 
-inline Tensor to_dtype(const Tensor& tensor, ScalarType type) {
+inline Tensor to_dtype(const std::string& op, const char* name, const Tensor& tensor, ScalarType type) {
+  require_memory(op, name, tensor);
   return tensor.scalar_type() == type ? tensor : torch::stable::to(tensor, type);
+}
+
+inline const void* readable(const std::string& op, const char* name, const Tensor& tensor) {
+  require_memory(op, name, tensor);
+  return tensor.const_data_ptr();
+}
+
+inline void* writable(const std::string& op, const char* name, const Tensor& tensor) {
+  require_memory(op, name, tensor);
+  return tensor.data_ptr();
 }
 
 inline constexpr int64_t kNoOffsets = 0;  // stands for an empty offsets tensor, whose pointer may be null
@@ -89,7 +115,7 @@ inline constexpr int64_t kNoOffsets = 0;  // stands for an empty offsets tensor,
 struct BagTensors {
   BagTensors(const std::string& op, const Tensor& indices_in, const OptionalTensor& offsets_in, int64_t num_embeddings,
              int64_t padding_idx, bool include_last_offset)
-      : indices(packed(indices_in)) {
+      : indices(packed(op, "indices", indices_in)) {
     bags.indices = indices.const_data_ptr();
     bags.index_type = index_type_of(op, indices);
     bags.num_indices = indices.numel();
@@ -97,7 +123,7 @@ struct BagTensors {
     bags.padding_idx = padding_idx;
     require(bags.num_indices <= INT32_MAX, op, "indices must hold at most 2147483647 ids");
     if (offsets_in.has_value()) {
-      offsets = packed(*offsets_in);
+      offsets = packed(op, "offsets", *offsets_in);
       require(indices.dim() == 1 && offsets->dim() == 1, op, "indices and offsets must be 1-D");
       bags.offsets = offsets->const_data_ptr();
       bags.offset_type = index_type_of(op, *offsets);
@@ -114,7 +140,8 @@ struct BagTensors {
   }
 
   // Every index a bag of its own: the lookup of nn.Embedding.
-  BagTensors(const std::string& op, const Tensor& indices_in, int64_t num_embeddings) : indices(packed(indices_in)) {
+  BagTensors(const std::string& op, const Tensor& indices_in, int64_t num_embeddings)
+      : indices(packed(op, "indices", indices_in)) {
     bags.indices = indices.const_data_ptr();
     bags.index_type = index_type_of(op, indices);
     bags.num_indices = bags.num_bags = indices.numel();
