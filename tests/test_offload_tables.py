@@ -569,7 +569,7 @@ def test_modules_need_an_engine_and_a_name(kind: Any, stored: bool, tmp_path: An
     with raises(TypeError, f"{kind.__name__}: engine must be an OffloadEngine, got NoneType"):
         kind(5, 3, engine=None, table="users")
     for name in (None, "", 3):
-        with raises(TypeError, "a table must have a str as its name", repr(name)):
+        with raises(TypeError, "table must ", repr(name)):
             kind(5, 3, engine=engine, table=name)
     assert engine.tables == {}
 
