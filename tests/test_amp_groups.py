@@ -395,3 +395,68 @@ def test_state_of_groups() -> None:
     assert scaler.state_dict() == before
     with pytest.raises(ValueError, match="cannot load a state of version 2"):
         scaler.load_state_dict({**of_torch, "fastemb": {"version": 2}})
+
+
+def saved_by(mode: str, **group: float) -> dict[str, Any]:
+    scaler = GradScaler("cpu", mode=mode, groups={"aux": group})
+    p, q = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    optimizer = optim.SGD([p, q])
+    scaler.scale((p + scaler.boundary(q, "aux")).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.state_dict()
+
+
+@pytest.mark.parametrize("declared", [False, True])
+@pytest.mark.parametrize("used", [False, True])
+def test_states_with_scales_in_guard(declared: bool, used: bool) -> None:
+    """All scales stay 1, and the gradients are the true ones."""
+    scaler = GradScaler("cpu", mode="guard", groups={"aux": {}} if declared else None)
+    if used:
+        scaler.scale(torch.ones(()))
+    scaler.load_state_dict(saved_by("scale", init_scale=2.0**12, hysteresis=3))
+    p = nn.Parameter(torch.ones(1))
+    optimizer = optim.SGD([p])
+    for clean in range(2, 4):
+        optimizer.zero_grad()
+        scaler.scale(scaler.boundary(p, "aux").sum()).backward()
+        assert p.grad.tolist() == [1.0]
+        scaler.step(optimizer)
+        scaler.update()
+        assert group_scales(scaler) == {"root": 1.0, "aux": 1.0}
+        entry = scaler.state_dict()["fastemb"]["groups"]["aux"]
+        assert (entry["growth_tracker"], entry["hysteresis"]) == (clean, 3)
+
+
+@pytest.mark.parametrize("own", [None, {"growth_interval": 1}, {"init_scale": 8.0}])
+def test_states_of_guard_have_no_scales(own: dict[str, float] | None) -> None:
+    """Their groups start over, as this scaler has them if it does, and move again."""
+    state = saved_by("guard", init_scale=2.0**12, growth_interval=2)
+    scaler = GradScaler("cpu", groups=own and {"aux": own})
+    scaler.load_state_dict(state)
+    first = 2.0**12 if own is None else own.get("init_scale", 1.0)
+    assert group_scales(scaler) == {"root": 1.0, "aux": first}
+    p = nn.Parameter(torch.ones(1))
+    optimizer = optim.SGD([p])
+    scaler.scale(scaler.boundary(p, "aux").sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    grows = own is None or "growth_interval" in own
+    assert group_scales(scaler)["aux"] == first * (2.0 if grows else 1.0)
+
+
+def test_groups_that_a_state_lacks_start_over() -> None:
+    scaler = GradScaler("cpu", groups={"aux": {"init_scale": 4.0}, "other": {}})
+    scaler.load_state_dict(GradScaler("cpu", init_scale=64.0).state_dict())
+    assert group_scales(scaler) == {"root": 64.0, "aux": 4.0, "other": 64.0}
+
+
+def test_numbers_of_states_as_tensors() -> None:
+    state = saved_by("scale", init_scale=8.0)
+    as_tensors = {k: torch.tensor(v) for k, v in state.items() if k != "fastemb"}
+    entry = {k: torch.tensor(v) for k, v in state["fastemb"]["groups"]["aux"].items()}
+    groups = {**state["fastemb"]["groups"], "aux": entry}
+    scaler = GradScaler("cpu")
+    scaler.load_state_dict({**as_tensors, "fastemb": {**state["fastemb"], "groups": groups}})
+    assert scaler.state_dict() == state
+    assert all(type(value) in (int, float, dict) for value in scaler.state_dict().values())

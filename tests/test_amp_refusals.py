@@ -260,15 +260,30 @@ def test_setters(name: str, good: tuple[Any, ...], bad: tuple[Any, ...]) -> None
         (lambda s: s["fastemb"]["groups"]["aux"].update(scale=3.0), "a power of two"),
         (lambda s: s["fastemb"]["groups"]["aux"].update(scale=INF), "between min_scale"),
         (lambda s: s["fastemb"]["groups"]["aux"].update(growth_factor=3.0), "a power of two"),
+        (lambda s: s["fastemb"]["groups"]["aux"].update(scale=None), "'aux'.*scale must be"),
+        (lambda s: s["fastemb"]["groups"]["aux"].update(skips=2**40), "'aux'.*skips must be"),
+        (lambda s: s["fastemb"]["groups"]["aux"].update(overflows=-1), "overflows must be"),
+        (lambda s: s["fastemb"]["groups"]["aux"].update(growth_tracker="a"), "growth_tracker must"),
+        (lambda s: s["fastemb"]["groups"]["root"].update(skips=None), "'root'.*skips must be"),
+        (lambda s: s["fastemb"]["groups"].update({"": s["fastemb"]["groups"]["aux"]}), "a name"),
+        (lambda s: s["fastemb"]["groups"].update(aux=3), "'aux'.* must be a dict, got 3"),
+        (lambda s: s["fastemb"].pop("version"), "fastemb: the state has no version"),
+        (lambda s: s["fastemb"].pop("groups"), "fastemb: the state has no groups"),
+        (lambda s: s["fastemb"].update(mode="bf16"), "mode must be one of"),
+        (lambda s: s.update(fastemb=None), "fastemb must be a dict, got None"),
+        (lambda s: s.update(_growth_tracker=-5), "_growth_tracker must be a whole number"),
+        (lambda s: s.update(_growth_tracker=2**40), "_growth_tracker must be a whole number"),
+        (lambda s: s.update(scale=torch.tensor([8.0])), "scale must be a finite number"),
     ],
 )
 def test_states_that_make_no_sense(change: Callable[[Any], Any], match: str) -> None:
     """Nothing of them is loaded."""
     other = GradScaler("cpu", init_scale=2.0, groups={"aux": {"init_scale": 4.0}})
+    other.set_growth_interval(7)
     state = copy.deepcopy(other.state_dict())
     change(state)
     scaler = GradScaler("cpu", init_scale=8.0, groups={"aux": {"init_scale": 16.0}})
     before = scaler.state_dict()
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises((ValueError, TypeError), match=match):
         scaler.load_state_dict(state)
     assert scaler.state_dict() == before

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from fastemb.amp._gradients import has_gradient
 from fastemb.amp._graph import Link
 from fastemb.amp._groups import (
     GUARD,
+    MOST_STEPS,
     ROOT,
     ROOT_NAME,
     SMALLEST_SCALE,
@@ -34,6 +35,10 @@ from fastemb.amp.boundary import boundary
 _INIT_SCALE = 2.0**16
 # Entries of torch's state that say how the scale moves.
 _MOVES = ("growth_factor", "backoff_factor", "growth_interval")
+# Those that a group has: `Group.state`.
+_COUNTERS = ("growth_tracker", "overflows", "skips")
+_FIELDS = tuple(asdict(GroupConfig()))
+_MODES = ("scale", "guard")
 _OP = "GradScaler"
 
 
@@ -71,7 +76,7 @@ class GroupedScaler(torch.amp.GradScaler):
         for name, value, choices in (
             ("skip", skip, ("optimizer", "group", "all")),
             ("alarm", alarm, ("warn", "raise")),
-            ("mode", mode, ("scale", "guard")),
+            ("mode", mode, _MODES),
         ):
             if value not in choices:
                 raise ValueError(f"{_OP}: {name} must be one of {choices}, got {value!r}")
@@ -147,25 +152,25 @@ class GroupedScaler(torch.amp.GradScaler):
         )
 
     def _declare(self, name: str, config: GroupConfig) -> int:
-        if not isinstance(name, str) or not name or name == ROOT_NAME:
-            raise ValueError(f"{_OP}: a group must have a name other than 'root', got {name!r}")
+        _check_name(name)
         if not self._guard:
             root = self._root_config()
             if self._scales is not None:  # this waits for the device, once for each late group
                 root = replace(root, init_scale=float(self._scales.values[ROOT]))
             check_config(_OP, root, exact=True)
         check_config(f"{_OP}: groups[{name!r}]", config, exact=True)
-        scale = config.init_scale
-        if scale is None:
-            scale = config.limited(self._init_scale)
-        group = Group(name, config, scale)
-        if self._guard:
-            group = Group(name, GUARD, 1.0)
+        group = Group(name, config, self._first_scale(config, self._init_scale))
         self._groups.append(group)
         if self._scales is not None:
             self._scales.add([group])
             self._iteration.grow(len(self._groups))
         return len(self._groups) - 1
+
+    def _first_scale(self, config: GroupConfig, root: float) -> float:
+        """What a group starts with next to a root with the scale ``root``."""
+        if self._guard:
+            return 1.0
+        return config.limited(root) if config.init_scale is None else config.init_scale
 
     def _group(self, name: str) -> int:
         """The number of a group, declared by default."""
@@ -316,17 +321,17 @@ class GroupedScaler(torch.amp.GradScaler):
     def set_growth_factor(self, new_factor: float) -> None:
         """As `torch.amp.GradScaler` does it; `ValueError` for one that is not > 1."""
         self._check_moves("set_growth_factor", growth_factor=new_factor)
-        super().set_growth_factor(new_factor)
+        super().set_growth_factor(plain(new_factor))
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """As `torch.amp.GradScaler` does it; `ValueError` for one not between 0 and 1."""
         self._check_moves("set_backoff_factor", backoff_factor=new_factor)
-        super().set_backoff_factor(new_factor)
+        super().set_backoff_factor(plain(new_factor))
 
     def set_growth_interval(self, new_interval: int) -> None:
         """As `torch.amp.GradScaler` does it; `ValueError` for one that is no int >= 1."""
         self._check_moves("set_growth_interval", growth_interval=new_interval)
-        super().set_growth_interval(new_interval)
+        super().set_growth_interval(plain(new_interval))
 
     def _check_moves(self, setter: str, **moves: Any) -> None:
         if self._enabled and not self._guard:
@@ -347,10 +352,10 @@ class GroupedScaler(torch.amp.GradScaler):
         groups: dict[str, dict[str, Any]] = {}
         for group in self._current_groups():
             entry = {} if group.name == ROOT_NAME else asdict(group.config)
-            growth, overflows, skips = group.state
-            entry |= {"growth_tracker": growth, "overflows": overflows, "skips": skips}
+            entry |= zip(_COUNTERS, group.state, strict=True)
             groups[group.name] = entry | {"scale": group.scale}
-        state["fastemb"] = {"version": 1, "groups": groups}
+        mode = "guard" if self._guard else "scale"
+        state["fastemb"] = {"version": 1, "mode": mode, "groups": groups}
         return state
 
     def get_scale(self, group: str = ROOT_NAME) -> float:
@@ -384,12 +389,14 @@ class GroupedScaler(torch.amp.GradScaler):
         """Load a state of this scaler, or one of torch's: then groups start with its scale.
 
         Groups that the state has and this scaler does not are declared as they were; groups that it
-        does not have start over. A scale of the root beyond the limits of this scaler, such as the
-        0 that torch's reaches, becomes the nearest that they allow.
+        does not have start over, and so do all where the state is one of ``mode="guard"``, which
+        has no scales. With ``mode="guard"`` all scales are 1 whatever the state. A scale of the
+        root beyond the limits of this scaler, such as the 0 that torch's reaches, becomes the
+        nearest that they allow.
 
         Raises:
-            ValueError: a version that is not known; an entry that is missing or makes no sense; a
-                scale that is no power of two where there are groups.
+            ValueError, TypeError: a version that is not known; an entry that is missing or makes no
+                sense; a scale that is no power of two where there are groups. Nothing is loaded.
             RuntimeError: there are gradients of a loss that was scaled since the last `update`.
         """
         if not self._enabled:
@@ -399,58 +406,45 @@ class GroupedScaler(torch.amp.GradScaler):
                 f"{_OP}.load_state_dict: there are gradients that have the scales of before and "
                 "have not been used; call step() and update(), or zero_grad(), first"
             )
-        own = state_dict.get("fastemb", {"version": 1, "groups": {}})
-        if own["version"] != 1:
-            raise ValueError(f"{_OP}: cannot load a state of version {own['version']!r}")
-        entries = own["groups"]
-        configs = {group.name: group.config for group in self._groups[1:]}
-        names = [*configs, *(n for n in entries if n not in configs and n != ROOT_NAME)]
-        if state_dict:  # torch refuses an empty one
-            state_dict = {**state_dict, "scale": self._scale_of(state_dict, bool(names))}
+        if not state_dict:
+            super().load_state_dict(state_dict)  # torch refuses it
+        saved_by, saved, root_state = _saved_groups(state_dict)
+        own = {group.name: group.config for group in self._groups[1:]}
+        names = [*own, *(name for name in saved if name not in own)]
+        numbers = self._numbers_of(state_dict, grouped=bool(names))
         groups = []
         for name in names:
-            entry = entries.get(name)
-            config = configs.get(name)
-            if entry is not None:
-                where = f"{_OP}.load_state_dict: groups[{name!r}]"
-                config = GroupConfig(**_entries(where, entry, list(asdict(GroupConfig()))))
-                scale = plain(_entries(where, entry, ["scale"])["scale"])
-                check_config(where, config, exact=True)
-                if not self._guard:
-                    check_config(where, replace(config, init_scale=scale), exact=True)
-            else:
-                assert config is not None
-                scale = config.limited(state_dict["scale"])
-            groups.append(Group(name, config, scale))
-        super().load_state_dict(state_dict)
-        groups.insert(ROOT, Group(ROOT_NAME, self._root_config(), self._init_scale))
-        for group in groups:
-            entry = entries.get(group.name, {})
-            growth = self._init_growth_tracker if group.name == ROOT_NAME else 0
-            group.state = (
-                int(entry.get("growth_tracker", growth)),
-                int(entry.get("overflows", 0)),
-                int(entry.get("skips", 0)),
-            )
-        self._groups = groups
+            group = saved.get(name) or Group(name, own[name], numbers["scale"])
+            if saved_by == "guard":
+                group.config = own.get(name, group.config)
+            if self._guard or saved_by == "guard" or (saved_by == "scale" and name not in saved):
+                group.scale = self._first_scale(group.config, numbers["scale"])
+            elif saved_by == "torch":
+                group.scale = group.config.limited(group.scale)
+            groups.append(group)
+        super().load_state_dict({**state_dict, **numbers})
+        root_state = (self._init_growth_tracker, *root_state[1:])
+        root = Group(ROOT_NAME, self._root_config(), self._init_scale, root_state)
+        self._groups = groups = [root, *groups]
         if self._scales is not None:
             self._scales = Scales(groups, self._scales.device, fixed=self._guard)
         self._per_optimizer_states.clear()
         self._iteration = Iteration(self._iteration.number + 1)
 
-    def _scale_of(self, state_dict: dict[str, Any], grouped: bool) -> float:
-        """The scale that the root has with a state, once all of it was found to make sense."""
+    def _numbers_of(self, state_dict: Mapping[str, Any], *, grouped: bool) -> dict[str, Any]:
+        """torch's entries as the root takes them over, once they were found to make sense."""
         where = f"{_OP}.load_state_dict"
-        entries = _entries(where, state_dict, ["scale", *_MOVES, "_growth_tracker"])
-        scale = plain(entries["scale"])
+        numbers = _entries(where, state_dict, ["scale", *_MOVES, "_growth_tracker"])
+        numbers = {name: plain(value) for name, value in numbers.items()}
+        scale = numbers["scale"]
         if not isinstance(scale, (int, float)) or not 0 <= scale < math.inf:
             raise ValueError(f"{where}: scale must be a finite number >= 0, got {scale!r}")
         limits = self._root_config()
-        scale = limits.limited(scale)
-        if not self._guard:
-            loaded = {name: entries[name] for name in _MOVES}
-            check_config(where, replace(limits, init_scale=scale, **loaded), exact=grouped)
-        return scale
+        numbers["scale"] = scale = limits.limited(scale)
+        loaded = replace(limits, init_scale=scale, **{name: numbers[name] for name in _MOVES})
+        check_config(where, loaded, exact=grouped and not self._guard)
+        numbers["_growth_tracker"] = _count(where, "_growth_tracker", numbers["_growth_tracker"])
+        return numbers
 
     def _pending(self) -> bool:
         """Whether a known parameter has a gradient of this iteration that no step has used."""
@@ -481,11 +475,68 @@ class GroupedScaler(torch.amp.GradScaler):
         self._start_over()
 
 
-def _entries(where: str, state: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+def _saved_groups(
+    state_dict: Mapping[str, Any],
+) -> tuple[str, dict[str, Group], tuple[int, int, int]]:
+    """What a state has of groups, once that was found to make sense.
+
+    Returns:
+        Who has saved it: "torch", or the mode of a `GradScaler`; all groups but the root; the
+        `Group.state` of that.
+    """
+    where = f"{_OP}.load_state_dict"
+    saved: dict[str, Group] = {}
+    root = (0, 0, 0)
+    if "fastemb" not in state_dict:
+        return "torch", saved, root
+    own = state_dict["fastemb"]
+    version = _entries(f"{where}: fastemb", own, ["version"])["version"]
+    if version != 1:
+        raise ValueError(f"{where}: cannot load a state of version {version!r}")
+    mode, entries = _entries(f"{where}: fastemb", own, ["mode", "groups"]).values()
+    if mode not in _MODES:
+        raise ValueError(f"{where}: fastemb: mode must be one of {_MODES}, got {mode!r}")
+    for name, entry in _entries(f"{where}: groups", entries, entries).items():
+        at = f"{where}: groups[{name!r}]"
+        counters = _entries(at, entry, _COUNTERS).items()
+        growth, overflows, skips = (_count(at, counter, value) for counter, value in counters)
+        state = (growth, overflows, skips)
+        if name == ROOT_NAME:  # the rest of it is in torch's entries
+            root = state
+            continue
+        _check_name(name)
+        config = GroupConfig(**_entries(at, entry, _FIELDS))
+        check_config(at, config, exact=True)
+        scale = plain(_entries(at, entry, ["scale"])["scale"])
+        if not isinstance(scale, (int, float)):
+            raise TypeError(f"{at}: scale must be a number, got {scale!r}")
+        if mode == "scale":
+            check_config(at, replace(config, init_scale=scale), exact=True)
+        saved[name] = Group(name, config, float(scale), state)
+    return mode, saved, root
+
+
+def _entries(where: str, state: Any, names: Iterable[str]) -> dict[str, Any]:
+    if not isinstance(state, Mapping):
+        raise TypeError(f"{where} must be a dict, got {state!r}")
     missing = [name for name in names if name not in state]
     if missing:
         raise ValueError(f"{where}: the state has no {', '.join(missing)}")
     return {name: state[name] for name in names}
+
+
+def _count(where: str, name: str, value: Any) -> int:
+    value = plain(value)
+    if not isinstance(value, (int, float)) or not 0 <= value <= MOST_STEPS or value != int(value):
+        raise ValueError(
+            f"{where}: {name} must be a whole number from 0 to 2**31 - 1, got {value!r}"
+        )
+    return int(value)
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str) or not name or name == ROOT_NAME:
+        raise ValueError(f"{_OP}: a group must have a name other than 'root', got {name!r}")
 
 
 def _config_from(name: str, values: Mapping[str, Any]) -> GroupConfig:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from numbers import Number, Real
+from numbers import Real
 from typing import Any
 
 import torch
@@ -24,13 +24,13 @@ ROOT_NAME = "root"
 SMALLEST_SCALE = 2.0**-126
 
 _LARGEST_SCALE = torch.finfo(torch.float32).max
-_MOST_STEPS = 2**31 - 1  # that the device counts
+MOST_STEPS = 2**31 - 1  # that the device counts
 _SCALES = ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale")
 
 
 def plain(value: Any) -> Any:
-    """A number of numpy as one of Python, which every checkpoint can hold."""
-    return value.item() if isinstance(value, Number) and hasattr(value, "item") else value
+    """A number of numpy or torch as one of Python, which every checkpoint can hold."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,13 @@ class GroupConfig:
             self.backoff_factor,
             self.min_scale,
             self.max_scale,
-            min(self.growth_interval, _MOST_STEPS),
-            min(self.hysteresis, _MOST_STEPS),
+            min(self.growth_interval, MOST_STEPS),
+            min(self.hysteresis, MOST_STEPS),
         ]
 
 
 # No growth, no backoff, only the count of skipped steps: the scale of ``mode="guard"``.
-GUARD = GroupConfig(1.0, 1.0, 1.0, _MOST_STEPS, _MOST_STEPS, 1.0, 1.0)
+GUARD = GroupConfig(1.0, 1.0, 1.0, MOST_STEPS, MOST_STEPS, 1.0, 1.0)
 
 
 @dataclass
@@ -82,6 +82,7 @@ class Group:
     """A group, and where its state on the device starts.
 
     Attributes:
+        config: with ``mode="guard"`` without effect; for a state that another mode loads.
         state: iterations without an overflow since the last growth, consecutive overflows that
             hysteresis counts, consecutive overflows.
     """
@@ -145,7 +146,7 @@ class Scales:
     Attributes:
         values: [groups] float32.
         states: [groups, 3] int32, `Group.state`.
-        fixed: whether all scales are 1 for good.
+        fixed: whether all scales are 1 for good, whatever the configurations.
     """
 
     def __init__(self, groups: Sequence[Group], device: torch.device, *, fixed: bool) -> None:
@@ -167,10 +168,11 @@ class Scales:
             rows = torch.tensor(new, dtype=old.dtype, device=self.device)
             return torch.cat([old, rows.view(-1, *old.shape[1:])])
 
-        self._configs += [group.config for group in groups]
+        configs = [GUARD if self.fixed else group.config for group in groups]
+        self._configs += configs
         self.values = behind(self.values, [group.scale for group in groups])
         self.states = behind(self.states, [list(group.state) for group in groups])
-        self._config_rows = behind(self._config_rows, [group.config.row() for group in groups])
+        self._config_rows = behind(self._config_rows, [config.row() for config in configs])
         self.forget()
 
     def forget(self) -> None:
