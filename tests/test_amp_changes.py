@@ -283,3 +283,63 @@ def test_unchanged_gradients_are_looked_at_once(monkeypatch: pytest.MonkeyPatch)
         with monkeypatch.context() as patch:
             patch.setattr(case.scaler, "_examine", _fail)
             case.step()
+
+
+# ---- inference mode ----
+
+
+@pytest.mark.parametrize("how", ["scale", "load", "register", "set"])
+def test_scales_that_were_made_in_inference_mode(how: str) -> None:
+    scaler = GradScaler("cpu", init_scale=8.0)
+    p = nn.Parameter(torch.ones(2))
+    optimizer = optim.SGD([p], lr=0.5)
+    if how != "scale":
+        scaler.scale(p.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    with torch.inference_mode():
+        if how == "scale":  # of the loss of an evaluation
+            scaler.scale(p.sum())
+        elif how == "load":
+            scaler.load_state_dict(scaler.state_dict())
+        elif how == "register":
+            scaler.register(nn.Sequential(BoundaryLinear(2, 1, group="aux")))
+        else:
+            scaler._scale = torch.tensor(8.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        x = scaler.boundary(p, "aux") if how == "register" else p
+        scaler.scale(x.square().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert p.tolist() == [0.0, 0.0]
+
+
+def test_a_group_that_comes_in_inference_mode_before_the_step() -> None:
+    scaler = GradScaler("cpu", init_scale=8.0)
+    p = nn.Parameter(torch.ones(2))
+    optimizer = optim.SGD([p], lr=0.5)
+    scaler.scale(scaler.boundary(p, "first").sum()).backward()
+    with torch.inference_mode():
+        scaler.register(nn.Sequential(BoundaryLinear(2, 1, group="aux")))
+    optimizer.zero_grad()
+    scaler.scale(scaler.boundary(p, "first").sum()).backward()
+    scaler.step(optimizer)
+    assert p.tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("kind", ["half", "fused"])
+def test_gradients_that_are_unscaled_in_inference_mode(kind: str) -> None:
+    """They are gradients like others: changed by hand, added to, stepped with."""
+    table = fastemb.nn.EmbeddingBag(1, 1, mode="sum", sparse="fused")
+    weight = table.weight if kind == "fused" else nn.Parameter(torch.zeros(1, 1).half())
+    nn.init.zeros_(weight)
+    loss = lambda: (table(torch.tensor([[0]])) if kind == "fused" else weight).sum()  # noqa: E731
+    optimizer = optim.SGD([weight], lr=1.0)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.scale(loss()).backward()
+    with torch.inference_mode():
+        scaler.unscale_(optimizer)
+    loss().backward()
+    scaler.step(optimizer)
+    assert weight.tolist() == [[-2.0]]

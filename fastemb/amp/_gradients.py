@@ -18,7 +18,7 @@ from fastemb._grad_reference import GRAD_STATS
 from fastemb._offloaded import TABLES
 from fastemb._row_queue import RowQueue
 from fastemb.amp._fingerprint import Fingerprint, parameters
-from fastemb.amp._groups import Scales
+from fastemb.amp._groups import Scales, lasting
 from fastemb.optim._base import RowOptimizer
 from fastemb.optim._dense import MemoryInUse, flat, is_dense
 from fastemb.optim._gradients import row_gradient, row_order
@@ -137,7 +137,7 @@ class GradientCheck:
         # What was looked at elsewhere before.
         self._looked_at: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    @torch.no_grad()
+    @lasting()
     def run(
         self, optimizer: torch.optim.Optimizer, waiting: Iterable[torch.optim.Optimizer] = ()
     ) -> Pass:

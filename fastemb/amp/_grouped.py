@@ -25,6 +25,7 @@ from fastemb.amp._groups import (
     GroupConfig,
     Scales,
     check_config,
+    lasting,
     plain,
 )
 from fastemb.amp._iteration import Iteration, Leftovers
@@ -163,7 +164,8 @@ class GroupedScaler(torch.amp.GradScaler):
         self._groups.append(group)
         if self._scales is not None:
             self._scales.add([group])
-            self._iteration.grow(len(self._groups))
+            with lasting():
+                self._iteration.grow(len(self._groups))
         return len(self._groups) - 1
 
     def _first_scale(self, config: GroupConfig, root: float) -> float:
@@ -289,8 +291,9 @@ class GroupedScaler(torch.amp.GradScaler):
         if self._guard:
             raise ValueError(f"{_OP}: there is no scale to set with mode='guard'")
         self._check_scale(_OP, value)
-        values = scales.values.clone()  # graphs may need the old ones
-        values[ROOT] = value
+        with lasting():
+            values = scales.values.clone()  # graphs may need the old ones
+            values[ROOT] = value
         scales.values = values
         scales.forget()
 

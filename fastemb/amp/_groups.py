@@ -7,7 +7,8 @@ what its gradients are multiplied by, whatever the scale of the group outside.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any
@@ -140,6 +141,13 @@ def place(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
+@contextmanager
+def lasting() -> Iterator[None]:
+    """For tensors that outlive a ``torch.inference_mode()``: others can be saved and written."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 class Scales:
     """The scales of all groups, on the device of the loss; nothing here waits for it.
 
@@ -149,6 +157,7 @@ class Scales:
         fixed: whether all scales are 1 for good, whatever the configurations.
     """
 
+    @lasting()
     def __init__(self, groups: Sequence[Group], device: torch.device, *, fixed: bool) -> None:
         self.device = device
         self.fixed = fixed
@@ -161,6 +170,7 @@ class Scales:
     def __len__(self) -> int:
         return len(self._configs)
 
+    @lasting()
     def add(self, groups: Sequence[Group]) -> None:
         """Add groups behind those there are."""
 
