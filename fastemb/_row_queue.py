@@ -283,7 +283,7 @@ def append(weight: Tensor, table: str, part: QueuedRows) -> None:
     global _guarded
     with _linking:
         if not _guarded:
-            register_optimizer_step_pre_hook(_refuse_other_optimizers)
+            register_optimizer_step_pre_hook(refuse_other_optimizers)
             _guarded = True
         queue = _QUEUES.get(id(weight))
         if queue is None:
@@ -347,7 +347,7 @@ def named(weight: Tensor, table: str) -> str:
     return f"table {table!r}" if table else f"the table of shape {tuple(weight.shape)}"
 
 
-def _refuse_other_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def refuse_other_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Before every step of every optimizer: one that reads ``.grad`` would leave the table out."""
     if getattr(optimizer, "_takes_queued_rows", False):
         return

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from wrappers import Imitator, SharingImitator, Wrapper
 
 import fastemb
@@ -186,6 +189,107 @@ def test_hooks_before_the_step_find_unscaled_gradients() -> None:
         backward(scaler, p, 0.25)
         scaler.step(optimizer)
         assert (seen, p.tolist()) == ([0.25], [0.75])
+
+
+@pytest.mark.parametrize("make", KINDS)
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_hooks_that_clip(make: Callable[..., Any], everywhere: bool) -> None:
+    scaler, p = begin()
+    optimizer = make([p], lr=1.0)
+    seen: list[float] = []
+
+    def hook(*_: Any) -> None:
+        seen.append(p.grad.item())
+        nn.utils.clip_grad_norm_([p], 100.0)
+
+    if everywhere:
+        handle = register_optimizer_step_pre_hook(hook)
+    else:
+        handle = optimizer.register_step_pre_hook(hook)
+    try:
+        for max_norm, grad in ((INF, 8.0), (2.0, 2.0)):
+            optimizer.zero_grad()
+            backward(scaler, p, 8.0)
+            if max_norm < INF:
+                scaler.clip_grad_norm_(optimizer, max_norm)
+            scaler.step(optimizer)
+            scaler.update()
+            assert seen.pop() == pytest.approx(grad)
+    finally:
+        handle.remove()
+    assert p.item() == pytest.approx(1.0 - 8.0 - 2.0)
+
+
+class Clipping(optim.SGD):
+    """Has a step of its own, which has an effect without gradients, too."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        (param,) = self.param_groups[0]["params"]
+        nn.utils.clip_grad_norm_([param], 4.0)
+        return super().step(closure)
+
+
+def clipping(how: str, param: nn.Parameter) -> Any:
+    if how == "subclass":
+        return Clipping([param], lr=1.0)
+    optimizer: Any = optim.SGD([param], lr=1.0)
+    inner, optimizer.steps = optimizer.step, 0
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        optimizer.steps += 1
+        nn.utils.clip_grad_norm_([param], 4.0)
+        return inner(*args, **kwargs)
+
+    if how == "wraps":
+        step = functools.wraps(inner)(step)
+    optimizer.step = (
+        types.MethodType(lambda _, *args: step(*args), optimizer) if (how == "method") else step
+    )
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("how", "scheduled"),
+    [
+        ("subclass", False), ("subclass", True), ("instance", False), ("wraps", False),
+        ("method", False), ("method", True),
+    ],
+)  # fmt: skip
+def test_steps_that_are_overridden(how: str, scheduled: bool) -> None:
+    """They find unscaled gradients, and are not called where the step is skipped."""
+    scaler, p = begin()
+    optimizer = clipping(how, p)
+    if scheduled:  # by one of torch's, which wraps the step, and takes methods only
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    for factor, moved, steps in ((2.0, 2.0, 1), (INF, 0.0, 1), (8.0, 4.0, 2)):
+        optimizer.zero_grad()
+        before = p.item()
+        backward(scaler, p, factor)
+        scaler.step(optimizer)
+        assert scaler.step_was_skipped(optimizer) == (factor == INF)
+        scaler.update()
+        assert before - p.item() == pytest.approx(moved)
+        assert optimizer.steps == steps
+
+
+def test_steps_that_only_torch_has_wrapped() -> None:
+    """Their gradients are only read."""
+
+    class Plain(optim.SGD):
+        pass
+
+    for cls in (optim.SGD, Plain):
+        scaler, p = begin()
+        optimizer = cls([p], lr=1.0)
+        for _ in range(2):
+            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+        optimizer.step = optimizer.step  # as those do who put back what they had replaced
+        backward(scaler, p)
+        scaler.step(optimizer)
+        assert (p.grad.item(), p.item()) == (1024.0, 0.0)
 
 
 def test_nothing_is_unscaled_where_a_gradient_is_refused() -> None:

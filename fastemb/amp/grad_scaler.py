@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from fastemb import _row_queue
 from fastemb.amp._checking import CheckingScaler
@@ -159,8 +160,8 @@ class GradScaler(CheckingScaler):
         In place of ``unscale_`` and ``torch.nn.utils.clip_grad_norm_``. With an optimizer of
         `fastemb.optim` and ``norm_type`` 2, the norm comes from the pass that checks the gradients,
         and the step multiplies by the coefficient: gradients are read twice and never written.
-        Otherwise, and where a gradient is float64, they are unscaled and clipped in place by
-        `fastemb.optim.clip_grad_norm_`.
+        Otherwise, where a gradient is float64, and where hooks or an overridden ``step`` will see
+        them, they are unscaled and clipped in place by `fastemb.optim.clip_grad_norm_`.
 
         Holds for the gradients as they are now, so call it after the last backward; of several
         calls the last one counts. Where `step` finds further gradients added, it takes norm and
@@ -201,6 +202,7 @@ class GradScaler(CheckingScaler):
                 f"one of fastemb.optim, got {norm_type!r} and {type(optimizer).__name__}"
             )
         in_place = stage is OptState.UNSCALED or not fused or has_double(optimizer)
+        in_place = in_place or _has_hooks(optimizer) or _has_other_step(optimizer)
         if in_place and not by_group:
             if stage is not OptState.UNSCALED:
                 self.unscale_(optimizer)
@@ -221,11 +223,13 @@ class GradScaler(CheckingScaler):
 
         A skipped step leaves parameters, optimizer states and step counters as they are, bit for
         bit. Optimizers of `fastemb.optim`, and those of torch with ``fused=True``, decide that on
-        the device; for all others this waits for it. Without any gradient the step does nothing
+        the device; for all others this waits for it, as for one of `fastemb.optim` whose ``step``
+        is overridden, by a subclass or on the instance. Without any gradient the step does nothing
         and counts as nothing. Gradients that were changed since `unscale_` or `clip_grad_norm_` are
         checked again, except where they were written through ``.data``, which leaves no trace.
 
-        Hooks that run before the step of an optimizer find unscaled gradients.
+        Hooks that run before the step of an optimizer find unscaled gradients, and so does an
+        overridden ``step`` of one of `fastemb.optim`.
 
         If ``optimizer.step`` raises, the step has not happened: it can be called again, or the
         batch dropped.
@@ -456,11 +460,35 @@ def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
     """
     if isinstance(optimizer, RowOptimizer) and optimizer._is_wrapper():
         return False
+    if _has_other_step(optimizer):
+        return False
     name = "_step_supports_amp_scaling"
     declared = name in vars(optimizer) or hasattr(type(optimizer), name)
     return declared and bool(getattr(optimizer, name))
 
 
 def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether hooks of its own see the gradients before the step does."""
-    return bool(getattr(optimizer, "_optimizer_step_pre_hooks", None))
+    """Whether hooks, its own or those of all optimizers, see the gradients before the step does."""
+    if getattr(optimizer, "_optimizer_step_pre_hooks", None):
+        return True
+    ours = _row_queue.refuse_other_optimizers
+    return any(hook is not ours for hook in _global_optimizer_pre_hooks.values())
+
+
+def _has_other_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the step of an optimizer of `fastemb.optim` is overridden by code of others.
+
+    That may read or write gradients, and parameters also where the step is to be skipped. torch
+    itself wraps steps, for its profiler and its learning rate schedulers; what it wraps counts.
+    """
+    if not isinstance(optimizer, RowOptimizer):
+        return False
+    for step in (type(optimizer).step, vars(optimizer).get("step")):
+        while step is not None:
+            step = getattr(step, "__func__", step)
+            # Not __module__, which a wrapper has from what it wraps.
+            module = getattr(step, "__globals__", {}).get("__name__", "")
+            if module.partition(".")[0] not in ("torch", "fastemb"):
+                return True
+            step = getattr(step, "__wrapped__", None)
+    return False
