@@ -82,6 +82,18 @@ def test_small_gradients_survive() -> None:
         assert bool((x.grad == 0).all()) != survives
 
 
+@pytest.mark.parametrize("shape", [(2, 5, 0), (0, 0), (0, 4), (2, 0, 4), (4,)])
+def test_shapes_without_elements(shape: tuple[int, ...]) -> None:
+    layer, plain = BoundaryLinear(shape[-1], 3), nn.Linear(shape[-1], 3)
+    layer.load_state_dict(plain.state_dict())
+    x = torch.ones(shape, requires_grad=True)
+    with autocast(torch.bfloat16):
+        y, want = layer(x), plain(x)
+    assert_same_bits(y, want)
+    y.float().sum().backward()
+    assert x.grad.shape == shape
+
+
 def test_group_of_what_lies_behind() -> None:
     """The table has the scale of the group; layer and what follows have that of the loss."""
     scaler = GradScaler("cpu", init_scale=2.0**3, groups={"embedding": {"init_scale": 2.0**15}})

@@ -14,6 +14,7 @@ from optim_cases import assert_same_bits, bits, snapshot
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import fastemb
 from fastemb import optim
 from fastemb.amp import GradScaler, GroupConfig
 
@@ -32,6 +33,26 @@ def test_gradients_have_the_scale_of_their_group() -> None:
         for name in names:
             want = plain.get_parameter(name).grad * scale
             assert_same_bits(model.get_parameter(name).grad, want)
+
+
+@pytest.mark.parametrize("functional", [nn.functional, fastemb.functional])
+def test_sparse_gradients_pass_boundaries(functional: Any) -> None:
+    """Of a weight behind a boundary, whose rows are looked up in front of it."""
+    scaler = GradScaler("cpu", init_scale=2.0**4, groups={"aux": {"init_scale": 2.0**12}})
+    p = nn.Parameter(torch.ones(4, 2))
+    optimizer = optim.SGD([p], lr=1.0)
+    ids = torch.tensor([3, 1, 3])
+    for factor in (1.0, INF):
+        optimizer.zero_grad()
+        rows = functional.embedding(ids, scaler.boundary(p, "aux"), sparse=True)
+        scaler.scale((rows * factor).sum()).backward()
+        assert p.grad.is_sparse
+        want = torch.tensor([0.0, 1.0, 0.0, 2.0]) * 2.0**12 * factor
+        assert_same_bits(p.grad.to_dense()[:, 0].nan_to_num(0.0), want.nan_to_num(0.0))
+        scaler.step(optimizer)
+        scaler.update()
+        assert p[:, 0].tolist() == [1.0, 0.0, 1.0, -1.0]
+    assert group_scales(scaler) == {"root": 2.0**3, "aux": 2.0**12}
 
 
 @pytest.mark.parametrize("explicit", [False, True])

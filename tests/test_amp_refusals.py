@@ -14,7 +14,7 @@ from amp_cases import IDS, group_scales, scaled
 from torch import nn
 
 from fastemb import optim
-from fastemb.amp import GradScaler, GroupConfig
+from fastemb.amp import BoundaryLinear, GradScaler, GroupConfig
 
 INF = float("inf")
 NAN = float("nan")
@@ -78,6 +78,28 @@ def test_a_loss_that_was_not_scaled() -> None:
     scaler.update()
     with pytest.raises(RuntimeError, match=r"did not go through scaler\.scale"):
         loss.backward()
+
+
+def test_dtypes_that_no_boundary_takes() -> None:
+    x = torch.ones(2, 2, dtype=torch.complex64, requires_grad=True)
+    scaler = GradScaler("cpu")
+    layer = BoundaryLinear(2, 2, dtype=torch.complex64)
+    match = r"^GradScaler\.boundary: x must be .* got complex64 at the boundary"
+    layer(x).abs().sum().backward()
+    scaler.register(layer)
+    for use in (lambda: scaler.boundary(x, "aux"), lambda: layer(x)):
+        with pytest.raises(TypeError, match=match):
+            use()
+
+
+def test_losses_by_name() -> None:
+    loss = torch.ones((), requires_grad=True)
+    scaler = GradScaler("cpu", groups={"aux": {}})
+    for losses in ({"main": loss}, [loss, {"m": loss}], "main"):
+        with pytest.raises(ValueError, match=r"^GradScaler\.scale: outputs must be .*, got 'm"):
+            scaler.scale(losses)
+    (scaled,) = scaler.scale({"main": loss}.values())
+    assert scaled.item() == 2.0**16
 
 
 def test_a_boundary_of_another_scaler() -> None:

@@ -100,7 +100,16 @@ def walk(
 
 
 def lists(outputs: Any) -> Any:
-    """Losses in any nesting: iterables that can be gone through once, as lists."""
+    """Losses in any nesting: iterables that can be gone through once, as lists.
+
+    Raises:
+        ValueError: names in place of losses, as a dict has them.
+    """
+    if isinstance(outputs, str):  # is an iterable of itself
+        raise ValueError(
+            f"GradScaler.scale: outputs must be a tensor or an iterable of tensors, got {outputs!r}"
+            "; of a dict pass the values()"
+        )
     if isinstance(outputs, Tensor) or not isinstance(outputs, Iterable):
         return outputs
     items = [lists(item) for item in outputs]

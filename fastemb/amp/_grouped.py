@@ -187,11 +187,14 @@ class GroupedScaler(torch.amp.GradScaler):
         head. A loss with a boundary has to go through `scale`, or the backward raises.
 
         Args:
-            x: any floating tensor.
+            x: any floating tensor. Its gradient may be dense or sparse COO.
             group: a name, of a new group or of one there is; "root" for the scale of the loss.
 
         Returns:
             A view of ``x``, which cannot be changed in place; ``x`` where no gradient is wanted.
+
+        Raises:
+            TypeError: ``x`` is complex, or of a dtype that gradients cannot be scaled in.
         """
         if not self._enabled or not x.requires_grad or not torch.is_grad_enabled():
             return x
@@ -245,6 +248,14 @@ class GroupedScaler(torch.amp.GradScaler):
                 f"{_OP}: a gradient came to the boundary of group {self.group_names[link.group]!r} "
                 f"({link.name}) from a loss that did not go through scaler.scale() since the last "
                 "update()"
+            )
+        if grad.layout == torch.sparse_coo:  # of a weight with rows that were looked up
+            return torch.sparse_coo_tensor(
+                grad._indices(),
+                self._pass_boundary(link, grad._values()),
+                grad.shape,
+                is_coalesced=grad.is_coalesced(),
+                check_invariants=False,
             )
         device = grad.device
         return torch.ops.fastemb.boundary_gradient(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["BoundaryLinear"]
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
+_DTYPES = (*_LOW_PRECISION, torch.float32, torch.float64)
 
 
 class _Boundary(torch.autograd.Function):
@@ -47,6 +49,11 @@ def is_transformed() -> bool:
 def boundary(x: Tensor, link: Link) -> Tensor:
     if is_transformed():
         return x
+    if x.dtype not in _DTYPES:
+        raise TypeError(
+            f"GradScaler.boundary: x must be float16, bfloat16, float32 or float64, got "
+            f"{str(x.dtype).removeprefix('torch.')} at the boundary {link.name}"
+        )
     return _Boundary.apply(x, link)  # type: ignore[no-untyped-call]
 
 
@@ -149,7 +156,8 @@ class BoundaryLinear(nn.Linear):
                 "gradient; give the embeddings output_dtype=torch.float32"
             )
         # A matrix, as torch makes of it, too: otherwise the output is a view.
-        x = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
+        rows = math.prod(input.shape[:-1])
+        x = input if input.dim() == 2 else input.reshape(rows, input.shape[-1])
         output = F.linear(x.detach(), self.weight, self.bias)
         args = (output, x, self.weight.detach(), self._link(inner=_INPUT))
         output = _InputGradient.apply(*args)  # type: ignore[no-untyped-call]

@@ -86,6 +86,7 @@ class GradScaler(CheckingScaler):
 
         Raises:
             RuntimeError: a parameter or a boundary that is reached through two groups, by name.
+            ValueError: ``outputs`` has something else than tensors, such as the keys of a dict.
         """
         if not self._enabled:
             return outputs
