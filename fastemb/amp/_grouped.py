@@ -507,7 +507,8 @@ def _saved_groups(
     version = _entries(f"{where}: fastemb", own, ["version"])["version"]
     if version != 1:
         raise ValueError(f"{where}: cannot load a state of version {version!r}")
-    mode, entries = _entries(f"{where}: fastemb", own, ["mode", "groups"]).values()
+    entries = _entries(f"{where}: fastemb", own, ["groups"])["groups"]
+    mode = own.get("mode", "scale")  # which the first states did not have
     if mode not in _MODES:
         raise ValueError(f"{where}: fastemb: mode must be one of {_MODES}, got {mode!r}")
     for name, entry in _entries(f"{where}: groups", entries, entries).items():
