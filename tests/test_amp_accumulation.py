@@ -10,10 +10,11 @@ import pytest
 import torch
 from optim_cases import assert_same_bits, bits, snapshot
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fastemb
 from fastemb import optim
-from fastemb.amp import GradScaler
+from fastemb.amp import GradScaler, GroupConfig
 
 INF = float("inf")
 CHANGED = "has the gradients of losses with two scales: some are from before an update"
@@ -210,3 +211,83 @@ def test_gradients_that_are_thrown_away() -> None:
             scaler.update()
         trained.append([bits(p.detach()) for p in generator.parameters()])
     assert trained[0] == trained[1]
+
+
+@pytest.mark.parametrize("make", [optim.SGD, torch.optim.SGD, partial(torch.optim.SGD, fused=True)])
+@pytest.mark.parametrize("how", ["step", "unscale_", "clip_grad_norm_", "unscaled before"])
+@pytest.mark.parametrize("overflow", [False, True])
+@pytest.mark.parametrize("group", ["root", "aux"])
+def test_an_update_after_the_step_of_each_optimizer(
+    group: str, overflow: bool, how: str, make: Any
+) -> None:
+    """A gradient that waits is unscaled by the scale that its loss had."""
+    one, other = layers()
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    if group == "aux":
+        scaler._declare("aux", GroupConfig(init_scale=4.0, growth_interval=1))
+    optimizers = [make(m.parameters(), lr=1.0) for m in (one, other)]
+    scaler.register(nn.ModuleList([one, other]), *optimizers)
+    before = other.bias.item()
+
+    def waiting() -> torch.Tensor:
+        y = other(X)
+        return (scaler.boundary(y, group) if group == "aux" else y).mean()
+
+    scaler.scale(one(X).mean() * (INF if overflow else 1.0)).backward()
+    scaler.scale(waiting()).backward()
+    if how == "unscaled before":
+        scaler.unscale_(optimizers[1])
+    for _ in range(2):  # the second loss does not reach what waits
+        scaler.step(optimizers[0])
+        scaler.update()
+        one.zero_grad()
+        scaler.scale(one(X).mean()).backward()
+    if how == "unscale_":
+        scaler.unscale_(optimizers[1])
+    elif how == "clip_grad_norm_":
+        assert scaler.clip_grad_norm_(optimizers[1], 9.0).item() == pytest.approx(3.0**0.5)
+    scaler.step(optimizers[1])
+    assert before - other.bias.item() == pytest.approx(1.0)
+    scaler.update()
+    other.zero_grad()
+    scaler.scale(waiting()).backward()
+    scaler.step(optimizers[1])
+    assert before - other.bias.item() == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("sparse", [True, "fused"])
+def test_rows_that_wait_over_an_update(sparse: bool | str) -> None:
+    """Also once a pass has summed them or made FP32 ones of them."""
+    table = fastemb.nn.EmbeddingBag(6, 2, sparse=sparse, mode="sum", dtype=torch.float16)
+    nn.init.ones_(table.weight)
+    head = nn.Linear(2, 1)
+    scaler = GradScaler("cpu", init_scale=64.0, groups={"aux": {"init_scale": 4.0}})
+    optimizers = [optim.SGD(m.parameters(), lr=0.5) for m in (table, head)]
+    scaler.register(nn.ModuleList([table, head]), *optimizers)
+    scaler.scale(scaler.boundary(table(torch.tensor([[1, 1, 2]])).float(), "aux").sum()).backward()
+    for _ in range(2):
+        optimizers[1].zero_grad()
+        scaler.scale(head(X).sum() * INF).backward()
+        scaler.clip_grad_norm_(optimizers[0], 100.0)
+        scaler.step(optimizers[1])
+        scaler.update()
+    scaler.unscale_(optimizers[0])
+    scaler.step(optimizers[0])
+    assert table.weight[:, 0].tolist() == [1.0, 0.0, 0.5, 1.0, 1.0, 1.0]
+
+
+def test_zeroed_gradients_that_a_loss_reaches_unseen() -> None:
+    """Reentrant checkpointing hides the parameters, whose gradients stay the same objects."""
+    one, other = layers()
+    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    optimizers = [optim.SGD(m.parameters(), lr=1.0) for m in (one, other)]
+    scaler.register(nn.ModuleList([one, other]), *optimizers)
+    scaler.scale((one(X) + other(X)).mean()).backward()
+    scaler.step(optimizers[0])
+    scaler.update()
+    other.zero_grad(set_to_none=False)
+    before = other.bias.item()
+    x = X.clone().requires_grad_()
+    scaler.scale(checkpoint(other, x, use_reentrant=True).mean()).backward()
+    scaler.step(optimizers[1])
+    assert before - other.bias.item() == pytest.approx(1.0)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from amp_cases import IDS, group_scales, scaled
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fastemb import optim
 from fastemb.amp import BoundaryLinear, GradScaler, GroupConfig
@@ -309,3 +310,67 @@ def test_states_that_make_no_sense(change: Callable[[Any], Any], match: str) -> 
     with pytest.raises((ValueError, TypeError), match=match):
         scaler.load_state_dict(state)
     assert scaler.state_dict() == before
+
+
+class Recomputed(torch.autograd.Function):
+    """Checkpointing as others write it."""
+
+    @staticmethod
+    def forward(ctx: Any, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        ctx.block, ctx.x = block, x.detach().requires_grad_()
+        return block(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            ctx.block(ctx.x).backward(grad)
+        return None, ctx.x.grad
+
+
+@pytest.mark.parametrize("use", ["step", "unscale_", "clip_grad_norm_"])
+@pytest.mark.parametrize("how", ["recomputed", "copied", "a waiting one of an unknown optimizer"])
+@pytest.mark.parametrize("make", [optim.SGD, torch.optim.SGD])
+def test_gradients_that_no_loss_is_known_to_reach(make: Any, how: str, use: str) -> None:
+    """With groups, their scale may be any; nothing is written before the refusal."""
+    block, head = nn.Linear(2, 1), nn.Linear(1, 1)
+    scaler = GradScaler("cpu", init_scale=1024.0, groups={"aux": {"init_scale": 4.0}})
+    masters = copy.deepcopy(block) if how == "copied" else block
+    scaler.register(masters)
+    optimizer = make([*head.parameters(), *masters.parameters()], lr=1.0)
+    x = torch.ones(1, 2, requires_grad=True)
+    y = Recomputed.apply(block, x) if how == "recomputed" else block(x)
+    scaler.scale((head(torch.ones(1, 1)) + scaler.boundary(y, "aux")).sum()).backward()
+    if how == "copied":
+        for master, p in zip(masters.parameters(), block.parameters(), strict=True):
+            master.grad = p.grad
+    elif how != "recomputed":
+        other = optim.SGD([x], lr=1.0)
+        scaler.step(other)
+        scaler.update()
+        head.zero_grad()
+        scaler.scale(head(torch.ones(1, 1)).sum()).backward()
+    params = [*head.parameters(), *masters.parameters()]
+    before = copy.deepcopy([(p, p.grad) for p in params])
+    call = getattr(scaler, use)
+    with pytest.raises(RuntimeError, match=r"^GradScaler\.\w+: weight has a gradient, but"):
+        call(optimizer, *([1.0] if use == "clip_grad_norm_" else []))
+    for p, (q, grad) in zip(params, before, strict=True):
+        assert torch.equal(p, q)
+        assert p.grad is not None
+        assert torch.equal(p.grad, grad)
+    masters.zero_grad(set_to_none=False)  # zeros have any scale
+    scaler.step(optimizer)
+    assert not scaler.step_was_skipped(optimizer)
+
+
+def test_gradients_that_a_checkpoint_of_the_root_hides() -> None:
+    """It is refused behind a boundary, so they have the scale of the loss."""
+    block, head = nn.Linear(2, 1), nn.Linear(2, 1)
+    scaler = GradScaler("cpu", init_scale=1024.0, groups={"aux": {"init_scale": 4.0}})
+    optimizer = optim.SGD([*block.parameters(), *head.parameters()], lr=1.0)
+    before = block.bias.item()
+    x = torch.ones(1, 2, requires_grad=True)
+    y = checkpoint(block, x, use_reentrant=True) + scaler.boundary(head(torch.ones(1, 2)), "aux")
+    scaler.scale(y.sum()).backward()
+    scaler.step(optimizer)
+    assert before - block.bias.item() == pytest.approx(1.0)

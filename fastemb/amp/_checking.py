@@ -13,7 +13,8 @@ from torch.amp.grad_scaler import OptState
 from fastemb.amp._fingerprint import parameters
 from fastemb.amp._gradients import GradientCheck, Pass, has_gradient
 from fastemb.amp._grouped import GroupedScaler
-from fastemb.amp._groups import ROOT, place
+from fastemb.amp._groups import ROOT, KeptScale, place
+from fastemb.amp._iteration import counts
 
 _OP = "GradScaler"
 
@@ -42,19 +43,22 @@ class CheckingScaler(GroupedScaler):
             assert earlier.gradients is not None
             if earlier.gradients.survives(optimizer):
                 max_norm = earlier.max_norm
+        unscaled = earlier is not None and earlier.unscaled
         check = GradientCheck(
             f"{_OP}.{op}",
             scales,
-            iteration.group_of,
+            partial(self._origin, f"{_OP}.{op}", unscaled=unscaled),
             self._registry.name_of,
             norm=max_norm is not None,
             unscale=unscale,
-            unscaled=earlier is not None and earlier.unscaled,
+            unscaled=unscaled,
             done=self._unscaled_elsewhere(optimizer),
             refuse=partial(self._refuse_mixed, f"{_OP}.{op}"),
         )
         others = (o for o in self._registry.optimizers() if o is not optimizer)
+        kept = self._leftovers.of(optimizer)
         result = check.run(optimizer, [o for o in others if self._stage(o) is not OptState.STEPPED])
+        self._leftovers.follow(kept)
         if earlier is not None and earlier.unscaled:
             result.stats = earlier.stats
             result.groups |= earlier.groups
@@ -68,6 +72,35 @@ class CheckingScaler(GroupedScaler):
             result.max_norm, result.norm = max_norm, self._norm(result)
             result.clip = (max_norm / (result.norm + 1e-6)).clamp(max=1.0)
         return result
+
+    def _known_origin(self, param: Tensor) -> tuple[int, KeptScale | None] | None:
+        """The group of a gradient, and its scale if it is from before an update; None: unknown."""
+        scales, iteration = self._scales, self._iteration
+        assert scales is not None
+        group = iteration.group_of(param)
+        if group is not None:
+            return group, None
+        kept = self._leftovers.scale_of(param)
+        if kept is not None:
+            return kept.group, None if scales.fixed else kept
+        if len(scales) == 1 or scales.fixed or iteration.unwalked or iteration.hides:
+            return ROOT, None
+        return None
+
+    def _origin(self, op: str, param: Tensor, *, unscaled: bool) -> tuple[int, KeptScale | None]:
+        """The same, where it has to be known: of gradients that have a scale and are not all 0."""
+        origin = self._known_origin(param)
+        if origin is not None:
+            return origin
+        if unscaled or not counts(param):
+            return ROOT, None
+        raise RuntimeError(
+            f"{op}: {self._registry.name_of(param)} has a gradient, but no loss given to scale() "
+            "since the last update() is known to reach it, so it may have the scale of any group; "
+            "register() the optimizer if its gradients wait over an update(), give parameters to "
+            "an autograd.Function as inputs, and reach them in every process (by 0 times the "
+            "output of a branch that is not used)"
+        )
 
     def _unscaled_elsewhere(self, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], bool]:
         """Whether the gradient of a parameter was unscaled as one of another optimizer.

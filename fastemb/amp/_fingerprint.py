@@ -29,24 +29,27 @@ class Fingerprint:
         """Whether no gradient has come, gone, or been written."""
         found = 0
         for param in parameters(optimizer):
-            objects, now = _state(param)
-            if not objects:
+            if not _state(param)[0]:
                 continue
-            references, versions = self._of.get(id(param), ([], ()))
-            if versions != now or len(references) != len(objects):
+            if not self.unchanged(param):
                 return False
-            for reference, item in zip(references, objects, strict=True):
-                if reference() is not item:
-                    return False
             found += 1
         return found == len(self._of)
+
+    def unchanged(self, param: Tensor) -> bool:
+        """The same for the gradient of one parameter that has one."""
+        objects, now = _state(param)
+        references, versions = self._of.get(id(param), ([], ()))
+        if versions != now or len(references) != len(objects):
+            return False
+        return all(r() is item for r, item in zip(references, objects, strict=True))
 
     def survives(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether a gradient is still there, with whatever was added to it since."""
         return any(map(self.holds, parameters(optimizer)))
 
     def holds(self, param: Tensor) -> bool:
-        """The same for the gradient of one parameter."""
+        """Whether that of one parameter is."""
         references, _ = self._of.get(id(param), ([], ()))
         return bool(references) and any(r() is o for r in references for o in _state(param)[0])
 

@@ -18,7 +18,7 @@ from fastemb._grad_reference import GRAD_STATS
 from fastemb._offloaded import TABLES
 from fastemb._row_queue import RowQueue
 from fastemb.amp._fingerprint import Fingerprint, parameters
-from fastemb.amp._groups import Scales, lasting
+from fastemb.amp._groups import KeptScale, Scales, lasting
 from fastemb.optim._base import RowOptimizer
 from fastemb.optim._dense import MemoryInUse, flat, is_dense
 from fastemb.optim._gradients import row_gradient, row_order
@@ -101,7 +101,7 @@ class GradientCheck:
 
     Args:
         op: of the scaler, for messages.
-        group_of: the scale group of a parameter.
+        origin_of: the scale group of a gradient, and the scale it has, None: that of the group.
         name_of: what messages call a parameter.
         norm: whether to sum the squares of the unscaled gradients.
         unscale: whether to unscale in place; gradients that share memory get their own.
@@ -114,7 +114,7 @@ class GradientCheck:
         self,
         op: str,
         scales: Scales,
-        group_of: Callable[[Tensor], int],
+        origin_of: Callable[[Tensor], tuple[int, KeptScale | None]],
         name_of: Callable[[Tensor], str],
         *,
         norm: bool = False,
@@ -125,7 +125,8 @@ class GradientCheck:
     ) -> None:
         self._op = op
         self._scales = scales
-        self._group_of = group_of
+        self._origin_of = origin_of
+        self._origins: dict[int, tuple[int, KeptScale | None]] = {}
         self._name_of = name_of
         self._norm = norm
         self._unscale = unscale
@@ -155,10 +156,12 @@ class GradientCheck:
         # Before anything is written.
         params = [param for param in parameters(optimizer) if self._takes_part(param)]
         done_by_others = [self._done(param) for param in params]
+        self._origins = {id(param): self._origin_of(param) for param in params}
         if self._unscale:
             self._spare(optimizer, waiting)
-        dense: dict[tuple[torch.device, int, bool], list[tuple[Tensor, Tensor]]]
-        dense = defaultdict(list)
+        dense: dict[
+            tuple[torch.device, int, KeptScale | None, bool], list[tuple[Tensor, Tensor]]
+        ] = defaultdict(list)
         for param, done in zip(params, done_by_others, strict=True):
             queue, grad = _row_queue.waiting(param), param.grad
             unscale = self._unscale and not done
@@ -173,8 +176,9 @@ class GradientCheck:
             else:
                 values = self._coalesced(param, grad, unscale)
             if values is not None:
-                dense[values.device, self._group_of(param), done].append((param, values))
-        for (device, group, done), members in dense.items():
+                key = (values.device, *self._origins[id(param)], done)
+                dense[key].append((param, values))
+        for (device, group, _, done), members in dense.items():
             self._check(device, group, members, done)
         for values, inverse, found in self._looked_at:
             _ops.grad_check_([values], inverse, None, None, None, True)
@@ -274,7 +278,7 @@ class GradientCheck:
             self._warn_of_rounding(param)
         own = self._writable(param, values, lambda v: _rows_of(grad, rows, v, distinct=False))
         group = self._group_of(param)
-        inverse = self._inverse(group, values.device)
+        inverse = self._inverse(param, values.device)
         if inverse is not None:
             found = self._result.found_on(values.device, len(self._scales))
             self._looked_at.append((own, inverse, found[group]))
@@ -324,13 +328,19 @@ class GradientCheck:
 
     # ---- the operators ----
 
-    def _inverse(self, group: int, device: torch.device, done: bool = False) -> Tensor | None:
-        return None if self._unscaled or done else self._scales.inverse(group, device)
+    def _group_of(self, param: Tensor) -> int:
+        return self._origins[id(param)][0]
+
+    def _inverse(self, param: Tensor, device: torch.device, done: bool = False) -> Tensor | None:
+        if self._unscaled or done:
+            return None
+        group, kept = self._origins[id(param)]
+        return self._scales.inverse(group, device) if kept is None else kept.inverse(device)
 
     def _places(
         self, device: torch.device, group: int, params: Sequence[Tensor], done: bool
     ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
-        """Inverse scale, found_inf, statistics and sums of squares for gradients of a group.
+        """Inverse scale, found_inf, statistics and sums of squares for gradients of one origin.
 
         Those that are done count in the statistics of the other optimizer.
         """
@@ -348,7 +358,7 @@ class GradientCheck:
         if self._norm:
             squares = torch.zeros(len(params), dtype=torch.float64, device=device)
             result.square_sums.append((group, squares))
-        return self._inverse(group, device, done), found[group], counted.rows, squares
+        return self._inverse(params[0], device, done), found[group], counted.rows, squares
 
     def _check(
         self,

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.utils.checkpoint import CheckpointFunction
 
 from fastemb.amp._groups import ROOT
 
 if TYPE_CHECKING:
     from fastemb.amp._grouped import GroupedScaler
+
+# Reentrant checkpointing of torch, and of others who have taken over the name with the code.
+_CHECKPOINT = "CheckpointFunctionBackward"
 
 
 @dataclass(eq=False)
@@ -56,16 +58,20 @@ def walk(
     outputs: Iterable[Tensor],
     enter: Callable[[Link, int], None] | None,
     leaf: Callable[[Tensor, int], None],
-) -> None:
+) -> bool:
     """Go down from ``outputs``, tensors of the root group, to all leaves.
 
     Args:
         enter: called for every boundary and the group in front of it.
         leaf: called for every leaf and the group it is in, once for each group it is reached in.
 
+    Returns:
+        Whether there is reentrant checkpointing, which hides leaves, outside of boundaries.
+
     Raises:
-        RuntimeError: reentrant checkpointing behind a boundary, which hides leaves.
+        RuntimeError: it is behind a boundary.
     """
+    hides = False
     stack: list[tuple[Any, int]] = []
     for output in outputs:
         if output.grad_fn is not None:
@@ -81,11 +87,14 @@ def walk(
             link = getattr(node, "fastemb_link", None)
             if link is not None and enter is not None:
                 enter(link, group)
-            elif group != ROOT and getattr(node, "_forward_cls", None) is CheckpointFunction:
-                raise RuntimeError(
-                    "GradScaler: torch.utils.checkpoint with use_reentrant=True behind a boundary "
-                    "hides which parameters have the scale of its group; use use_reentrant=False"
-                )
+            elif type(node).__name__ == _CHECKPOINT:
+                if group != ROOT:
+                    raise RuntimeError(
+                        "GradScaler: torch.utils.checkpoint with use_reentrant=True behind a "
+                        "boundary hides which parameters have the scale of its group; use "
+                        "use_reentrant=False"
+                    )
+                hides = True
         elif hasattr(node, "variable"):  # AccumulateGrad
             leaf(node.variable, group)
             continue
@@ -97,6 +106,7 @@ def walk(
             if step not in seen:
                 seen.add(step)
                 stack.append(step)
+    return hides
 
 
 def lists(outputs: Any) -> Any:

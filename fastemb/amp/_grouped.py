@@ -271,7 +271,7 @@ class GroupedScaler(torch.amp.GradScaler):
         iteration, scales = self._iteration, self._scales
         if scales is None or not iteration.scaled:
             return
-        inverse = scales.inverse(iteration.group_of(param), grad.device)
+        inverse = scales.inverse(iteration.group_of(param) or ROOT, grad.device)
         stats = iteration.stats_of(name, grad.device)
         grad = grad.detach().contiguous()
         torch.ops.fastemb.grad_check_([grad], inverse, None, stats, None, False)

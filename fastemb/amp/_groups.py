@@ -148,6 +148,31 @@ def lasting() -> Iterator[None]:
         yield
 
 
+def _inverse(values: Tensor) -> Tensor:
+    """The reciprocal as torch.amp.GradScaler takes it."""
+    return values.double().reciprocal().float()
+
+
+class KeptScale:
+    """The scale of gradients that no step had used before an update.
+
+    Attributes:
+        group: that of the gradients.
+        value: [] float32; 1 where they had been unscaled.
+    """
+
+    def __init__(self, group: int, value: Tensor) -> None:
+        self.group = group
+        self.value = value
+        self._inverses: dict[torch.device, Tensor] = {}
+
+    def inverse(self, device: torch.device) -> Tensor:
+        """[] float32."""
+        if device not in self._inverses:
+            self._inverses[device] = place(_inverse(self.value), device)
+        return self._inverses[device]
+
+
 class Scales:
     """The scales of all groups, on the device of the loss; nothing here waits for it.
 
@@ -201,9 +226,7 @@ class Scales:
             return None
         inverses = self._inverses.get(device)
         if inverses is None:
-            # The reciprocal as torch.amp.GradScaler takes it.
-            values = self.values.double().reciprocal().float()
-            inverses = self._inverses[device] = place(values, device).unbind()
+            inverses = self._inverses[device] = place(_inverse(self.values), device).unbind()
         return inverses[group]
 
     def ratio(self, inner: int, outer: int, device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from fastemb._grad_reference import GRAD_STATS
 from fastemb.amp._fingerprint import Fingerprint, parameters
 from fastemb.amp._gradients import Pass, has_gradient, values_of
-from fastemb.amp._groups import ROOT, Scales, place
+from fastemb.amp._groups import ROOT, KeptScale, Scales, place
 
 
 @dataclass
@@ -25,6 +25,7 @@ class Iteration:
         passes: by id of the optimizer.
         scaled: whether a loss was scaled.
         unwalked: whether one was scaled whose leaves were not looked for, as without groups.
+        hides: whether the root of one has leaves that cannot be found.
         boundary_stats: by name and device, [8] int64.
     """
 
@@ -32,6 +33,7 @@ class Iteration:
     passes: dict[int, Pass] = field(default_factory=dict)
     scaled: bool = False
     unwalked: bool = False
+    hides: bool = False
     boundary_stats: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
     _groups: dict[int, tuple[weakref.ref[Tensor], int]] = field(default_factory=dict)
     _present: set[int] = field(default_factory=lambda: {ROOT})
@@ -44,9 +46,10 @@ class Iteration:
 
     # ---- groups of parameters ----
 
-    def group_of(self, param: Tensor) -> int:
+    def group_of(self, param: Tensor) -> int | None:
+        """The group in which a loss has reached a parameter; None: none is known to have."""
         entry = self._groups.get(id(param))
-        return ROOT if entry is None or entry[0]() is not param else entry[1]
+        return None if entry is None or entry[0]() is not param else entry[1]
 
     def enter(self, param: Tensor, group: int, describe: Callable[[Tensor, int, int], str]) -> None:
         """Note the group of a parameter that a loss has reached.
@@ -71,6 +74,14 @@ class Iteration:
         """The groups that had a gradient; the root always counts."""
         found = self._present.union(*(p.groups for p in self.passes.values()))
         return sorted(found)
+
+    def has_unscaled(self, param: Tensor, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the gradient was unscaled in place, as one of this or another optimizer."""
+        own = self.passes.get(id(optimizer))
+        if own is not None and own.unscaled:
+            return True
+        unscaled = (p.gradients for p in self.passes.values() if p.unscaled)
+        return any(gradients is not None and gradients.holds(param) for gradients in unscaled)
 
     def set_aside(self, key: int) -> None:
         """Let another optimizer have an id: what was found in the gradients of the first counts."""
@@ -192,7 +203,9 @@ class Leftovers:
     """Gradients that no step has used before an update, with the scale that they have."""
 
     def __init__(self) -> None:
-        self._of: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self._of: dict[int, tuple[weakref.ref[Tensor], Fingerprint, KeptScale]] = {}
+        # Whether a loss may have reached some of them unseen.
+        self._hidden = False
         # Those to which a loss with another scale was added, or will be.
         self._mixed: dict[int, tuple[weakref.ref[Tensor], Fingerprint]] = {}
 
@@ -204,22 +217,56 @@ class Leftovers:
         optimizers: Iterable[tuple[torch.optim.Optimizer, bool]],
         iteration: Iteration,
         scales: Scales,
+        origin_of: Callable[[Tensor], tuple[int, KeptScale | None] | None],
     ) -> None:
         """Before the scales are updated: look for gradients in optimizers without a step.
 
         Args:
             optimizers: those that are known, and whether they had a step.
+            origin_of: the group of a gradient and its scale, as far as they are known.
         """
+        new: dict[tuple[int, bool], KeptScale] = {}
         for optimizer, stepped in optimizers:
-            result = iteration.passes.get(id(optimizer))
             for param in parameters(optimizer):
-                if stepped or not has_gradient(param):
+                origin = None if stepped or not has_gradient(param) else origin_of(param)
+                if origin is None:
                     self._of.pop(id(param), None)
-                elif id(param) not in self._of:
-                    scale = scales.values[iteration.group_of(param)].clone()
-                    if result is not None and result.unscaled:
-                        scale.fill_(1.0)
-                    self._of[id(param)] = (weakref.ref(param), scale)
+                    continue
+                group, kept = origin
+                unscaled = iteration.has_unscaled(param, optimizer)
+                if kept is None or unscaled:
+                    value = scales.values[group]
+                    kept = new.setdefault(
+                        (group, unscaled),
+                        KeptScale(group, torch.ones_like(value) if unscaled else value.clone()),
+                    )
+                self._of[id(param)] = (weakref.ref(param), Fingerprint([param]), kept)
+        self._hidden = False
+
+    def scale_of(self, param: Tensor) -> KeptScale | None:
+        """The scale of a gradient from before; None: of that none is there any more."""
+        reference, gradient, kept = self._of.get(id(param), (None, None, None))
+        if reference is None or reference() is not param:
+            return None
+        assert gradient is not None
+        there = gradient.unchanged if self._hidden else gradient.holds
+        return kept if there(param) else None
+
+    def of(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        """The parameters of an optimizer with a gradient from before."""
+        if not self._of:
+            return []
+        return [param for param in parameters(optimizer) if self.scale_of(param) is not None]
+
+    def follow(self, params: Iterable[Tensor]) -> None:
+        """Their gradients were summed or unscaled, but are no others."""
+        for param in params:
+            reference, _, kept = self._of[id(param)]
+            self._of[id(param)] = (reference, Fingerprint([param]), kept)
+
+    def hide(self) -> None:
+        """A loss may have reached any parameter: a gradient that was written since is its own."""
+        self._hidden = True
 
     def meet(self, param: Tensor, scale: Tensor) -> None:
         """A loss with ``scale`` has reached a parameter.
@@ -229,10 +276,10 @@ class Leftovers:
         entry = self._of.get(id(param))
         if entry is None or entry[0]() is not param:
             return
-        if not _counts(param):
+        if not counts(param):
             del self._of[id(param)]
             self._mixed.pop(id(param), None)
-        elif not bool(entry[1] == scale):
+        elif not bool(entry[2].value == scale):
             self._mixed[id(param)] = (weakref.ref(param), Fingerprint([param]))
 
     def mixed(self, param: Tensor) -> bool:
@@ -240,13 +287,13 @@ class Leftovers:
         entry = self._mixed.get(id(param))
         if entry is None:
             return False
-        if entry[0]() is param and entry[1].holds(param) and _counts(param):
+        if entry[0]() is param and entry[1].holds(param) and counts(param):
             return True
         del self._mixed[id(param)]
         return False
 
 
-def _counts(param: Tensor) -> bool:
+def counts(param: Tensor) -> bool:
     """Whether there is a gradient that its scale matters to: zeros have any."""
     if param.grad is None:
         return has_gradient(param)

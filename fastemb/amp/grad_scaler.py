@@ -108,7 +108,9 @@ class GradScaler(CheckingScaler):
             if self._leftovers:
                 self._leftovers.meet(param, scales.values[group])
 
-        walk(tensors(outputs), self._enter if grouped else None, leaf)
+        if walk(tensors(outputs), self._enter if grouped else None, leaf):
+            iteration.hides = True
+            self._leftovers.hide()
         return scaled
 
     def _two_groups(self, param: Tensor, one: int, other: int) -> str:
@@ -136,7 +138,7 @@ class GradScaler(CheckingScaler):
 
         Raises:
             RuntimeError: called twice since the last `update`, or after `step`; gradients of
-                losses with two scales, as in `step`.
+                losses with two scales, or of none that is known, as in `step`.
         """
         if not self._enabled:
             return
@@ -182,7 +184,8 @@ class GradScaler(CheckingScaler):
             an overflow, float32.
 
         Raises:
-            RuntimeError: after `step`; gradients of losses with two scales, as in `step`.
+            RuntimeError: after `step`; gradients of losses with two scales, or of none that is
+                known, as in `step`.
             ValueError: ``max_norm`` is not >= 0, or ``norm_type`` not > 0; ``skip="group"`` and
                 another norm or an optimizer that is not of `fastemb.optim`: one group that is not
                 finite would reach all others.
@@ -229,6 +232,9 @@ class GradScaler(CheckingScaler):
         and counts as nothing. Gradients that were changed since `unscale_` or `clip_grad_norm_` are
         checked again, except where they were written through ``.data``, which leaves no trace.
 
+        Gradients that have waited since before an `update` are unscaled by the scale of their loss,
+        if the scaler knew the optimizer by then (from `register`, or an earlier `step`).
+
         Hooks that run before the step of an optimizer find unscaled gradients, and so does an
         overridden ``step`` of one of `fastemb.optim`.
 
@@ -240,7 +246,8 @@ class GradScaler(CheckingScaler):
                 with an optimizer that is not of `fastemb.optim` while there are groups; a
                 parameter with the gradients of losses with two scales: of an optimizer that the
                 scaler knew (from `register`, or an earlier `step`) when an `update` changed its
-                scale, some from before that and some from after it.
+                scale, some from before that and some from after it; where there are groups, a
+                gradient other than 0 that no loss since the last `update` is known to reach.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
@@ -272,9 +279,12 @@ class GradScaler(CheckingScaler):
         reads_only = on_device and not _has_hooks(optimizer)
         if reads_only and not ours:  # torch's unscale all gradients alike, and write them
             reads_only = not grouped and not self._shares(optimizer)
-        if state["stage"] is OptState.READY and not reads_only:
+        one_scale = ours or not self._leftovers.of(optimizer)  # all that others can unscale by
+        if state["stage"] is OptState.READY and not (reads_only and one_scale):
             self.unscale_(optimizer)
-        result = self._current(optimizer, "step")
+            result = iteration.passes[id(optimizer)]
+        else:
+            result = self._current(optimizer, "step")
         returned = None
         try:
             skip, skip_groups = self._to_skip(optimizer)
@@ -332,10 +342,11 @@ class GradScaler(CheckingScaler):
                 continue
             unscaled = result.unscaled or done(param)
             queued = _row_queue.waiting(param) is not None
-            if grouped or queued or unscaled is not result.unscaled:
-                group = self._iteration.group_of(param)
-                inverse = None if unscaled else scales.inverse(group, param.device)
-                scaling[param] = (inverse, flags[group])
+            group, kept = self._origin(f"{_OP}.step", param, unscaled=unscaled)
+            if grouped or queued or kept is not None or unscaled is not result.unscaled:
+                device = param.device
+                inverse = scales.inverse(group, device) if kept is None else kept.inverse(device)
+                scaling[param] = (None if unscaled else inverse, flags[group])
         optimizer._param_scaling = scaling
 
     def step_was_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -386,6 +397,7 @@ class GradScaler(CheckingScaler):
             ((o, stages.get(id(o)) is OptState.STEPPED) for o in self._registry.optimizers()),
             iteration,
             scales,
+            self._known_origin,
         )
         before = scales.values.clone()
         blamed = iteration.blamed(scales)
