@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
+from torch.nn.functional import pad
 
 from fastemb.amp._fingerprint import parameters
 from fastemb.amp._gradients import GradientCheck, Pass, has_gradient
@@ -17,6 +19,8 @@ from fastemb.amp._groups import ROOT, KeptScale, place
 from fastemb.amp._iteration import counts
 
 _OP = "GradScaler"
+# Groups up to which all processes reduce the same number of elements, whatever they have.
+_ROOM = 16
 
 
 class CheckingScaler(GroupedScaler):
@@ -57,7 +61,13 @@ class CheckingScaler(GroupedScaler):
         )
         others = (o for o in self._registry.optimizers() if o is not optimizer)
         kept = self._leftovers.of(optimizer)
-        result = check.run(optimizer, [o for o in others if self._stage(o) is not OptState.STEPPED])
+        waiting = [o for o in others if self._stage(o) is not OptState.STEPPED]
+        try:
+            result = check.run(optimizer, waiting)
+        except Exception:
+            if self._process_group is not None:
+                self._agree(None)
+            raise
         self._leftovers.follow(kept)
         if earlier is not None and earlier.unscaled:
             result.stats = earlier.stats
@@ -178,23 +188,59 @@ class CheckingScaler(GroupedScaler):
                 self._per_optimizer_states.pop(key)
         iteration.start_flags_over()
 
-    def _agree(self, result: Pass) -> None:
-        """One all_reduce of everything that was found; every process comes by here."""
+    def _agree(self, result: Pass | None) -> None:
+        """One all_reduce of everything that was found; every process comes by here.
+
+        Args:
+            result: None: this process has refused its gradients.
+
+        Raises:
+            RuntimeError: another process has done so, or has other groups. Where only the device
+                knows that, the step is skipped, and the process with the error ends the run.
+        """
         scales, iteration = self._scales, self._iteration
         assert scales is not None
-        groups = len(scales)
-        found = self._found(result)
+        groups, names = len(scales), "\0".join(self.group_names)
+        if result is not None:
+            result.groups |= set(iteration.present)
+        found = torch.zeros_like(scales.values) if result is None else self._found(result)
         flags = iteration.flags(scales)
         if flags is None:
             flags = torch.zeros(groups, groups, 2, dtype=torch.float32, device=scales.device)
-        packed = torch.cat([found, flags.reshape(-1).float()])
+        present = scales.mask(iteration.present if result is None else result.groups)
+        table = torch.cat([found[:, None], present[:, None], flags.flatten(1).float()], 1)
+        # Padded: what differs in size, gloo would abort on.
+        room = max(_ROOM, 1 << (groups - 1).bit_length())
+        table = pad(table, (0, 2 * (room - groups), 0, room - groups))
+        code = zlib.crc32(names.encode()) % 2**24  # that float32 has
+        head = torch.tensor([result is None, code, -code], dtype=torch.float32, device="cpu")
+        packed = torch.cat([place(head, scales.device), table.flatten()])
         torch.distributed.all_reduce(
             packed, torch.distributed.ReduceOp.MAX, group=self._process_group
         )
-        result.found = {scales.device: packed[:groups]}
-        result.groups |= set(iteration.present)
+        if result is None:
+            return
+        refused, differ = packed[0] != 0, packed[1] + packed[2] != 0
+        if scales.device.type == "cpu" or names != self._agreed_names:
+            self._check_agreement(bool(refused), bool(differ))
+            self._agreed_names = names
+        table = packed[3:].view(room, -1)[:groups]
+        result.found = {scales.device: torch.maximum(table[:, 0], (refused | differ).float())}
+        iteration.agreed = table[:, 1] != 0
         if groups > 1:
-            iteration.set_flags(packed[groups:].view(groups, groups, 2))
+            iteration.set_flags(table[:, 2 : 2 + 2 * groups].reshape(groups, groups, 2))
+
+    def _check_agreement(self, refused: bool, differ: bool) -> None:
+        if refused:
+            raise RuntimeError(
+                f"{_OP}: another process of process_group has refused its gradients; it says why"
+            )
+        if differ:
+            raise RuntimeError(
+                f"{_OP}: all processes of process_group must have the same groups in the same "
+                f"order; this one has {', '.join(self.group_names)}, another one has others; name "
+                "all of them in groups="
+            )
 
     def _found(self, result: Pass) -> Tensor:
         """[groups] float32 of {0, 1} on the device of the scales."""
@@ -233,6 +279,8 @@ class CheckingScaler(GroupedScaler):
                 return found[ROOT], found
             flags = [found[group] for group in sorted(result.groups)]
             policy = torch.amin if self._skip == "group" else torch.amax
+            if iteration.agreed is not None:
+                flags = [torch.where(iteration.agreed, found, found[ROOT])]
             return policy(torch.stack(flags)) if flags else found[ROOT] * 0, found
 
         if self._skip != "all":

@@ -127,6 +127,7 @@ class GroupedScaler(torch.amp.GradScaler):
         self._registry = Registry()
         self._iteration = Iteration(self._steps)
         self._leftovers = Leftovers()
+        self._agreed_names = ""  # the groups that all processes have had
         self._statistics = Statistics(self._registry.name_of, *self._alarm)
         # By id of the optimizer: whether its last step was skipped.
         self._verdicts: dict[int, tuple[weakref.ref[Any], Tensor | bool]] = {}

@@ -7,7 +7,7 @@ what its gradients are multiplied by, whatever the scale of the group outside.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from numbers import Real
@@ -239,22 +239,28 @@ class Scales:
             self._ratios[key] = place(self.values[inner] / self.values[outer], device)
         return self._ratios[key]
 
-    def update(self, found_inf: Tensor, present: Sequence[int]) -> None:
+    def mask(self, groups: Iterable[int]) -> Tensor:
+        """[groups] float32 of {0, 1}, 1 for some of them."""
+        mask = torch.zeros(len(self), dtype=torch.float32, device="cpu")
+        mask[list(groups)] = 1.0
+        return place(mask, self.device)
+
+    def update(self, found_inf: Tensor, present: Tensor | None) -> None:
         """Move the scales of the groups that were used.
 
         Args:
             found_inf: [groups] float32.
-            present: the groups that had a gradient; the others stay as they are.
+            present: [groups] bool, those that had a gradient; the others stay as they are; None:
+                all of them.
         """
         update = torch.ops.fastemb.scale_update_
-        if len(present) == len(self):
+        if present is None:
             update(self.values, self.states, found_inf, self._config_rows)
         else:
-            index = torch.tensor(list(present), device=self.device)
-            values, states = self.values[index], self.states[index]
-            update(values, states, found_inf[index], self._config_rows[index])
-            self.values[index] = values
-            self.states[index] = states
+            values, states = self.values.clone(), self.states.clone()
+            update(values, states, found_inf, self._config_rows)
+            self.values.copy_(torch.where(present, values, self.values))
+            self.states.copy_(torch.where(present[:, None], states, self.states))
         # A loss that was scaled before cannot be differentiated any more; autograd says so.
         torch.autograd.graph.increment_version(self.values)
         self.forget()

@@ -26,6 +26,7 @@ class Iteration:
         scaled: whether a loss was scaled.
         unwalked: whether one was scaled whose leaves were not looked for, as without groups.
         hides: whether the root of one has leaves that cannot be found.
+        agreed: [groups] bool, the groups that had a gradient in any process of the last all_reduce.
         boundary_stats: by name and device, [8] int64.
     """
 
@@ -34,6 +35,7 @@ class Iteration:
     scaled: bool = False
     unwalked: bool = False
     hides: bool = False
+    agreed: Tensor | None = None
     boundary_stats: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
     _groups: dict[int, tuple[weakref.ref[Tensor], int]] = field(default_factory=dict)
     _present: set[int] = field(default_factory=lambda: {ROOT})
@@ -193,6 +195,8 @@ class Iteration:
         for result in self.passes.values():
             for device, found in result.found.items():
                 result.found[device] = pad(found, (0, groups - found.numel()))
+        if self.agreed is not None:
+            self.agreed = pad(self.agreed, (0, groups - self.agreed.numel()))
         for all_flags in (self._flags, self._settled):
             for device, flags in all_flags.items():
                 more = groups - flags.shape[0]

@@ -62,7 +62,8 @@ class GradScaler(CheckingScaler):
         process_group: processes that agree on what to skip, by one all_reduce in each `unscale_`,
             `clip_grad_norm_` and `step` (with ``skip="all"`` for each optimizer there);
             `DistributedDataParallel` agrees through its gradients only, not through row gradients
-            and boundaries. All processes must make the same calls. Pickle leaves it out.
+            and boundaries. All processes must make the same calls and have the same groups in the
+            same order; a group counts as used in all where it was in one. Pickle leaves it out.
 
     With groups, all scales and factors must be powers of two, which unscale without rounding.
 
@@ -210,7 +211,9 @@ class GradScaler(CheckingScaler):
         if in_place and not by_group:
             if stage is not OptState.UNSCALED:
                 self.unscale_(optimizer)
-            result = self._current(optimizer, "clip_grad_norm_")
+                result = self._iteration.passes[id(optimizer)]
+            else:
+                result = self._current(optimizer, "clip_grad_norm_")
             result.max_norm = result.norm = result.clip = None
             norm = clip_grad_norm_(parameters(optimizer), max_norm, norm_type)
             # Clipping makes no finite gradient infinite; it need not be checked again.
@@ -408,7 +411,10 @@ class GradScaler(CheckingScaler):
             scales.configure(ROOT, self._root_config())
             if len(scales) > 1 and not self._guard:
                 check_config(_OP, self._root_config(), exact=True)
-            scales.update(blamed, iteration.present)
+            present = iteration.agreed
+            if present is None and len(iteration.present) < len(scales):
+                present = scales.mask(iteration.present) != 0
+            scales.update(blamed, present)
             self._statistics.record(
                 self._steps,
                 self.group_names,
