@@ -15,7 +15,7 @@ from torch import nn
 
 import fastemb
 from fastemb import optim
-from fastemb.amp import GradScaler
+from fastemb.amp import GradScaler, GroupConfig
 
 Scaler = torch.amp.GradScaler
 INF, NAN = float("inf"), float("nan")
@@ -415,23 +415,42 @@ def test_step_returns_what_the_optimizer_returns() -> None:
     assert scaler.step(Returns([p], 0.1)) == 7
 
 
+class TakesScaler(torch.optim.SGD):
+    _step_supports_amp_scaling = True
+    seen: Any = ()
+
+    def step(self, closure: Any = None, *, grad_scaler: Any = None) -> None:
+        found = grad_scaler._check_inf_per_device(self)
+        self.seen = grad_scaler, {device: float(flag) for device, flag in found.items()}
+
+
 def test_optimizers_that_take_the_scaler_itself() -> None:
     """torch's contract of old: a keyword argument, with a warning."""
-    seen: list[Any] = []
-
-    class Old(torch.optim.SGD):
-        _step_supports_amp_scaling = True
-
-        def step(self, closure: Any = None, *, grad_scaler: Any = None) -> None:
-            seen.append(grad_scaler)
-            found = grad_scaler._check_inf_per_device(self)
-            seen.append({device: float(flag) for device, flag in found.items()})
-
     p = nn.Parameter(torch.ones(2))
     scaler = GradScaler("cpu")
     scaler.scale(p.sum() * INF).backward()
+    optimizer = TakesScaler([p], 0.1)
     with pytest.warns(FutureWarning, match="going to stop passing itself"):
-        scaler.step(Old([p], 0.1))
-    assert seen == [scaler, {torch.device("cpu"): 1.0}]
+        scaler.step(optimizer)
+    assert optimizer.seen == (scaler, {torch.device("cpu"): 1.0})
     scaler.update()
     assert scaler.get_scale() == 2.0**15
+
+
+@pytest.mark.parametrize("how", ["a group", "an update before"])
+def test_optimizers_that_know_of_one_scale_only(how: str) -> None:
+    params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    optimizer = TakesScaler(params[:1], 0.1)
+    scaler.register(nn.ParameterList(params), optimizer)
+    if how == "a group":
+        scaler._declare("aux", GroupConfig(init_scale=4.0))
+        scaler.scale(scaler.boundary(params[0] * 1.0, "aux").sum()).backward()
+    else:
+        other = torch.optim.SGD(params[1:], 0.1)
+        scaler.scale(params[0].sum() + params[1].sum()).backward()
+        scaler.step(other)
+        scaler.update()
+    with pytest.raises(RuntimeError, match=r"step: 0 has another scale than the loss, by which T"):
+        scaler.step(optimizer)
+    assert not optimizer.seen

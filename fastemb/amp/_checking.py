@@ -154,6 +154,22 @@ class CheckingScaler(GroupedScaler):
                 "update() after the last backward of an accumulation, or zero_grad()"
             )
 
+    def _refuse_other_scales(self, optimizer: torch.optim.Optimizer) -> None:
+        """For optimizers that unscale all gradients by the scale of the root as it is now."""
+        scales = self._scales
+        assert scales is not None
+        for param in filter(has_gradient, parameters(optimizer)):
+            group, kept = self._origin(f"{_OP}.step", param, unscaled=False)
+            if group == ROOT and kept is None:
+                continue
+            scale = scales.values[group] if kept is None else kept.value
+            if not bool(scale == scales.values[ROOT]):
+                raise RuntimeError(
+                    f"{_OP}.step: {self._registry.name_of(param)} has another scale than the loss, "
+                    f"by which {type(optimizer).__name__} unscales all gradients; use an optimizer "
+                    "that does not take the scaler as an argument"
+                )
+
     def _current(self, optimizer: torch.optim.Optimizer, op: str) -> Pass:
         """What is in the gradients as they are now: an earlier pass where it still holds."""
         result = self._iteration.passes.get(id(optimizer))

@@ -275,6 +275,8 @@ class GradScaler(CheckingScaler):
         if on_device and not ours and "grad_scaler" in inspect.signature(optimizer.step).parameters:
             if state["stage"] is OptState.UNSCALED:
                 self._tell_torch(optimizer, self._current(optimizer, "step"))
+            else:
+                self._refuse_other_scales(optimizer)
             returned = super().step(optimizer, *args, **kwargs)  # torch's contract of old
             iteration.consume(parameters(optimizer))
             return returned
