@@ -270,6 +270,8 @@ class RowOptimizer(StatefulOptimizer):
             if not isinstance(value, Tensor):
                 if value is None and name in self._moment_names:
                     continue  # made again
+                if name == "step" and isinstance(value, (int, float)):
+                    continue  # of those who edit states of torch's SparseAdam
                 raise RuntimeError(
                     f"{type(self).__name__}: state {name!r} of a parameter of shape {shape} must "
                     f"be a tensor, got {value!r}"
