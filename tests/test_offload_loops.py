@@ -510,6 +510,7 @@ def test_a_batch_that_cannot_fit_is_refused_before_anything_moves(prefetch: bool
     batches = case.batches()
     engine, model, optimizer = offloaded(case, cache=12, depth=2)
     train(case, model, optimizer, batches)
+    engine.drain()  # what is still under way is counted when it ends
     large = {
         **batches[0],
         "lookups": {**batches[0]["lookups"], "t1": {"input": torch.arange(26)[None]}},
