@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fastemb._parameter_reference import ParameterReference
 from fastemb._reference import accumulation_dtype
 
 _ops = torch.ops.fastemb
@@ -188,24 +188,13 @@ class RowQueue:
     def __init__(self, weight: Tensor, table: str) -> None:
         self.table = named(weight, table)
         self.consumer: weakref.ref[torch.optim.Optimizer] | None = None
-        self._weight: Callable[[], Tensor | None] = self._reference_to(weight)
+        self._weight = ParameterReference(weight, _forget)
         self._parts: list[QueuedRows] = []
         self._lock = Lock()
 
-    @staticmethod
-    def _reference_to(weight: Tensor) -> weakref.ref[Tensor]:
-        return weakref.ref(weight, partial(_forget, id(weight)))
-
-    @contextmanager
-    def unreferenced(self) -> Iterator[None]:
+    def unreferenced(self) -> AbstractContextManager[None]:
         """For the time of it there is no weak reference to the parameter."""
-        weight = self._weight()
-        self._weight = lambda: None
-        try:
-            yield
-        finally:
-            if weight is not None:
-                self._weight = self._reference_to(weight)
+        return self._weight.taken_off()
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -364,5 +353,5 @@ def refuse_other_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs:
 
 def _forget(key: int, reference: weakref.ref[Tensor]) -> None:
     queue = _QUEUES.get(key)
-    if queue is not None and queue._weight is reference:
+    if queue is not None and queue._weight.made(reference):
         del _QUEUES[key]

@@ -15,10 +15,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastemb import _row_queue
 from fastemb._grad_reference import GRAD_STATS
+from fastemb._inference import lasting
 from fastemb._offloaded import TABLES
 from fastemb._row_queue import RowQueue
 from fastemb.amp._fingerprint import Fingerprint, parameters
-from fastemb.amp._groups import KeptScale, Scales, lasting
+from fastemb.amp._groups import KeptScale, Scales
 from fastemb.optim._base import RowOptimizer
 from fastemb.optim._dense import MemoryInUse, flat, is_dense
 from fastemb.optim._gradients import row_gradient, row_order

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
+from fastemb._inference import lasting
 from fastemb.amp._fingerprint import parameters
 from fastemb.amp._gradients import has_gradient
 from fastemb.amp._graph import Link
@@ -25,7 +26,6 @@ from fastemb.amp._groups import (
     GroupConfig,
     Scales,
     check_config,
-    lasting,
     plain,
 )
 from fastemb.amp._iteration import Iteration, Leftovers

@@ -7,8 +7,7 @@ what its gradients are multiplied by, whatever the scale of the group outside.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fastemb import _grad_ops  # noqa: F401  (defines the operators of gradient scaling)
+from fastemb._inference import lasting
 
 ROOT = 0
 ROOT_NAME = "root"
@@ -139,13 +139,6 @@ def check_config(where: str, config: GroupConfig, *, exact: bool) -> None:
 def place(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on a device, without waiting where that is safe: not for what the host reads."""
     return tensor.to(device, non_blocking=device.type != "cpu")
-
-
-@contextmanager
-def lasting() -> Iterator[None]:
-    """For tensors that outlive a ``torch.inference_mode()``: others can be saved and written."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 def _inverse(values: Tensor) -> Tensor:

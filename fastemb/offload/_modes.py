@@ -10,6 +10,8 @@ import torch
 from torch._C import _functorch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from fastemb._inference import lasting
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -24,11 +26,7 @@ def outside_modes(function: _Function) -> _Function:
     def outside(*args: Any, **options: Any) -> Any:
         if not torch.is_inference_mode_enabled() and _functorch.peek_interpreter_stack() is None:
             return function(*args, **options)
-        with (
-            temporarily_clear_interpreter_stack(),
-            torch.inference_mode(False),
-            torch.no_grad(),  # which the former would end, too
-        ):
+        with temporarily_clear_interpreter_stack(), lasting():
             return function(*args, **options)
 
     return cast(_Function, outside)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from threading import Lock
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch._C import _functorch
 
 from fastemb import _lazy_ops  # noqa: F401  (defines the operator)
+from fastemb._parameter_reference import ParameterReference
 from fastemb._row_queue import on_host
 from fastemb._sleeping import TABLES
 from fastemb.optim._history import AdamHistory
@@ -55,7 +55,7 @@ class SleepingRows:
         self.state = state
         self.pending = 0
         self._owner = weakref.ref(owner)
-        self._param: Callable[[], Tensor | None] = self._reference_to(param)
+        self._param = ParameterReference(param, _forget)
         self._woken = 0
         self._seed = -1
         self._rule = rule
@@ -64,10 +64,6 @@ class SleepingRows:
     def _new_history(self, step: Tensor) -> AdamHistory:
         rule = self._rule
         return AdamHistory(step, rule.beta1, rule.beta2, rule.eps, amsgrad=rule.amsgrad)
-
-    @staticmethod
-    def _reference_to(param: Tensor) -> weakref.ref[Tensor]:
-        return weakref.ref(param, partial(_forget, id(param)))
 
     def belongs_to(self, owner: object) -> bool:
         return self._owner() is owner
@@ -123,15 +119,8 @@ class SleepingRows:
         param = self._param()
         return param is not None and _layout(weight) == _layout(param)
 
-    @contextmanager
-    def unreferenced(self) -> Iterator[None]:
-        param = self._param()
-        self._param = lambda: None
-        try:
-            yield
-        finally:
-            if param is not None:
-                self._param = self._reference_to(param)
+    def unreferenced(self) -> AbstractContextManager[None]:
+        return self._param.taken_off()
 
     def content_version(self) -> int:
         with self.lock:
@@ -341,5 +330,5 @@ def _fits(ids: object, param: Tensor) -> bool:
 def _forget(key: int, reference: weakref.ref[Tensor]) -> None:
     """The parameter is gone, and with it all that slept."""
     known = TABLES.get(key)
-    if isinstance(known, SleepingRows) and known._param is reference:
+    if isinstance(known, SleepingRows) and known._param.made(reference):
         del TABLES[key]

@@ -13,6 +13,7 @@ from torch._compile import _disable_dynamo
 from torch.nn.parameter import is_lazy
 
 from fastemb import _offloaded
+from fastemb._inference import lasting
 from fastemb._memory import advise_huge_pages
 from fastemb._offloaded import RowState
 from fastemb._reference import accumulation_dtype
@@ -469,7 +470,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             params += [(param, group) for param in group["params"] if param in self.state]
         # What cannot be undone comes last.
         params.sort(key=lambda each: self._has_records(each[0]))
-        with torch.inference_mode(False), torch.no_grad():  # states outlive the mode of the caller
+        with lasting():
             for param, group in params:
                 load = self._loaded_records if self._has_records(param) else self._loaded
                 self.state[param] = load(param, group, self.state[param])
