@@ -32,20 +32,19 @@ FE_FUNCTION bool skipped(const RowStep& p) { return p.found_inf != nullptr && *p
 // g of RowStep. `param` is p; both may be vectors.
 template <typename A>
 struct GradientRule {
-  A inv_scale, weight_decay;
-  bool scaled, decayed, maximize;
+  A scale = A{1};  // negative to maximize: a product rounds alike on both sides of zero
+  A weight_decay = A{};
+  bool decayed = false;
 
   FE_FUNCTION GradientRule make(const RowStep& p, bool decoupled) {
-    return {p.inv_scale == nullptr ? A{1} : static_cast<A>(*p.inv_scale), static_cast<A>(p.weight_decay),
-            p.inv_scale != nullptr, p.weight_decay != 0.0 && !decoupled, p.maximize};
+    const A inv_scale = p.inv_scale == nullptr ? A{1} : static_cast<A>(*p.inv_scale);
+    return {p.maximize ? -inv_scale : inv_scale, static_cast<A>(p.weight_decay), p.weight_decay != 0.0 && !decoupled};
   }
 
   template <typename V>
   FE_FUNCTION V apply(const GradientRule& rule, V grad, V param) {
-    if (rule.scaled) grad = grad * rule.inv_scale;
-    if (rule.maximize) grad = -grad;
-    if (rule.decayed) grad = grad + param * rule.weight_decay;
-    return grad;
+    grad = grad * rule.scale;
+    return rule.decayed ? grad + param * rule.weight_decay : grad;
   }
 };
 

@@ -5,11 +5,41 @@
 
 namespace fastemb::cpu::FE_ISA {
 
-// term(d) is the vector of products at columns d .. d + lanes, term_part(d, n) the same with zeros behind n columns.
-// Lanes that no column reaches stay +0; adding them changes nothing, since a partial sum that starts at +0 is never -0.
+// The lanes of one vector, folded in halves.
+template <typename A>
+FE_FUNCTION A fold_vector(Vec<A> x) {
+  constexpr int L = kLanes<A>;
+#pragma GCC unroll 4
+  for (int h = L / 2; h >= 1; h /= 2) {
+    IntVec<A> upper = {};
+    for (int i = 0; i < L; ++i) upper[i] = i + h < L ? i + h : i;
+    x += __builtin_shuffle(x, upper);
+  }
+  return x[0];
+}
+
+// The same of N vectors, one column to a lane, without a detour through memory: what the lanes of vector kFirst hold
+// when halves of kStep vectors are folded next.
+template <typename A, int N, int kFirst, int kStep, typename Term>
+FE_FUNCTION Vec<A> fold_vectors(const Term& term) {
+  if constexpr (kStep >= N) {
+    return Vec<A>{} + term(kFirst * kLanes<A>);
+  } else if constexpr (kFirst + kStep >= N) {
+    return fold_vectors<A, N, kFirst, 2 * kStep>(term);
+  } else {
+    return fold_vectors<A, N, kFirst, 2 * kStep>(term) + fold_vectors<A, N, kFirst + kStep, 2 * kStep>(term);
+  }
+}
+
+// term(d) is the vector of products at columns d .. d + lanes, term_part(d, n) the same with zeros behind n columns;
+// each is called once. Lanes that no column reaches stay +0; adding them changes nothing, since a partial sum that
+// starts at +0 is never -0.
 template <typename A, typename Term, typename TermPart>
 FE_FUNCTION A fold_lanes(int64_t dim, const Term& term, const TermPart& term_part) {
   constexpr int64_t L = kLanes<A>;
+  if (dim == 4 * L) return fold_vector<A>(fold_vectors<A, 4, 0, 1>(term));
+  if (dim == 8 * L) return fold_vector<A>(fold_vectors<A, 8, 0, 1>(term));
+  if (dim == 16 * L && 16 * L <= kDotLanes) return fold_vector<A>(fold_vectors<A, 16, 0, 1>(term));
   A lanes[kDotLanes];
   const int64_t used = dim < kDotLanes ? (dim + L - 1) / L * L : kDotLanes;
   for (int64_t j = 0; j < used; j += L) {
@@ -25,10 +55,7 @@ FE_FUNCTION A fold_lanes(int64_t dim, const Term& term, const TermPart& term_par
   for (; h >= L; h /= 2) {
     for (int64_t j = 0; j < h; j += L) store(lanes + j, load(lanes + j) + load(lanes + j + h));
   }
-  for (; h >= 1; h /= 2) {
-    for (int64_t j = 0; j < h; ++j) lanes[j] += lanes[j + h];
-  }
-  return lanes[0];
+  return fold_vector<A>(load(lanes));
 }
 
 template <typename T, typename A>

@@ -7,7 +7,7 @@
 
 namespace fastemb::cpu::FE_ISA {
 
-inline constexpr int64_t kPiece = 4096;     // columns of a wide row that are one piece of work
+inline constexpr int64_t kPiece = 512;      // columns of a wide row that are one piece of work
 inline constexpr int64_t kGrain = 1 << 14;  // elements that are worth a thread
 
 // How many rows ahead to prefetch: nearer they come too late, and of wide rows more would leave the cache again.
@@ -60,10 +60,8 @@ struct Target {
   FE_FUNCTION Vec<A> load(const Target& at, const Access& access, int64_t d) {
     const Vec<A> own = access.load(at.param + d);
     if constexpr (kStore == Store::master) {
-      // fp16 and bf16 widen to different floats unless they are the same bits.
       const Vec<A> kept = access.load(at.master + d);
-      const auto same = (IntVec<A>)widened(T{}, rounded(T{}, kept)) == (IntVec<A>)own;
-      return (Vec<A>)((same & (IntVec<A>)kept) | (~same & (IntVec<A>)own));
+      return rounds_to(T{}, kept, own) ? kept : own;
     }
     return own;
   }
@@ -150,12 +148,16 @@ void for_pieces(const RowStep& p, bool whole, const Parallel& parallel, const Bo
   const int64_t per_row = (p.dim + width - 1) / width;
   share_out(p, used, per_row, kGrain / width + 1, parallel, [&](int64_t begin, int64_t end) {
     Buffers<A> buffers(width);
+    int64_t k = begin / per_row, column = begin % per_row * width;
     for (int64_t i = begin; i < end; ++i) {
-      Piece at = row_piece(p, i / per_row, used);
-      if (at.n == 0) continue;
-      at.column = i % per_row * width;
-      at.n = p.dim - at.column < width ? p.dim - at.column : width;
-      body(at, buffers);
+      Piece at = row_piece(p, k, used);
+      if (at.n > 0) {
+        at.column = column;
+        at.n = p.dim - column < width ? p.dim - column : width;
+        body(at, buffers);
+      }
+      column += width;
+      if (column >= p.dim) ++k, column = 0;
     }
   });
 }
@@ -196,7 +198,7 @@ FE_FUNCTION void prefetch_state(const RowStep& p, const E* element, const Piece&
 
 // One piece: `rule` makes the gradient, update(access, d, grad, param) the new parameter.
 template <typename T, Store kStore, typename A, typename Update>
-FE_FUNCTION void step_piece(const RowStep& p, const GradientRule<A>& rule, const Piece& at, const A* grad, A* unrounded,
+FE_FUNCTION void step_piece(const RowStep& p, const GradientRule<A> rule, const Piece& at, const A* grad, A* unrounded,
                             const Update& update) {
   using Place = Target<T, kStore>;
   const Place target{row_of<T>(p, at.row) + at.column, state_of<A>(p, p.master, at), unrounded};

@@ -87,7 +87,6 @@ void rowwise_adagrad(const RowRowwiseAdagrad& p, const Parallel& parallel) {
   if (skipped(step) || step.dim == 0) return;
   const int64_t used = used_rows(step);
   const auto gradient = GradientRule<A>::make(step, false);
-  const GradientRule<A> as_is{};
   const auto rule = AdagradRule<A>::make(p);
   A* sums = static_cast<A*>(p.sum);
 
@@ -97,12 +96,23 @@ void rowwise_adagrad(const RowRowwiseAdagrad& p, const Parallel& parallel) {
   const auto rate_of = [&](const Piece& at, Buffers<A>& buffers, A* finished) {
     const Place target{row_of<T>(step, at.row), state_of<A>(step, step.master, at), nullptr};
     const A* grad = gradients.of(at, buffers);
-    for_vectors<A>(at.n, [&](auto access, int64_t d) {
-      access.store(finished + d,
-                   GradientRule<A>::apply(gradient, access.load(grad + d), Place::load(target, access, d)));
-    });
+    const GradientRule<A> finish = gradient;
+    const auto finish_at = [&](auto access, int64_t d) {
+      prefetch(target.param + at.ahead * step.param_stride + d);
+      const Vec<A> param = finish.decayed ? Place::load(target, access, d) : Vec<A>{};
+      const Vec<A> g = GradientRule<A>::apply(finish, access.load(grad + d), param);
+      access.store(finished + d, g);
+      return g * g;
+    };
     prefetch(sums + at.row + at.ahead);
-    sums[at.row] += dot(finished, finished, at.n) / static_cast<A>(step.dim);
+    sums[at.row] += fold_lanes<A>(
+                        at.n, [&](int64_t d) { return finish_at(Whole{}, d); },
+                        [&](int64_t d, int64_t n) {
+                          finish_at(Part{n}, d);
+                          const Vec<A> g = load_part<A>(finished + d, n);
+                          return g * g;
+                        }) /
+                    static_cast<A>(step.dim);
     return AdagradRule<A>::row_rate(rule, sums[at.row]);
   };
 
@@ -120,7 +130,8 @@ void rowwise_adagrad(const RowRowwiseAdagrad& p, const Parallel& parallel) {
       for (int64_t i = 0; i < n; ++i) {
         const A rate = rates[i];
         if (pieces[i].n == 0) continue;
-        step_piece<T, kStore, A>(step, as_is, pieces[i], finished.data + i * step.dim, buffers.unrounded.data,
+        step_piece<T, kStore, A>(step, GradientRule<A>{}, pieces[i], finished.data + i * step.dim,
+                                 buffers.unrounded.data,
                                  [&](auto, int64_t, Vec<A> g, Vec<A> param) { return param - g * rate; });
       }
     }

@@ -92,10 +92,9 @@ FE_FUNCTION Vec<float> widened(f16, Halves h) {
 
 // to_bf16 and to_f16 of a vector.
 FE_FUNCTION Halves rounded(bf16, Vec<float> x) {
-  const Words u = (Words)x;
-  const Words is_nan = (Words)((u & 0x7fffffffu) > 0x7f800000u);
-  const Words nearest = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-  const Words bits = (is_nan & ((u >> 16) | 0x0040u)) | (~is_nan & nearest);
+  const Words u = (Words)x, cut = u >> 16;
+  const Words nearest = (u + 0x7fffu + (cut & 1u)) >> 16;
+  const Words bits = x == x ? nearest : cut | 0x0040u;
 #if defined(__AVX512F__)
   return (Halves)_mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)bits);
 #elif defined(__AVX2__)
@@ -116,6 +115,19 @@ FE_FUNCTION Halves rounded(f16, Vec<float> x) {
   for (int i = 0; i < kLanes<float>; ++i) h[i] = to_f16(x[i]).bits;
   return h;
 #endif
+}
+
+// Whether x rounds to `half`, which is given widened; if it is a NaN, it does not matter.
+FE_FUNCTION IntVec<float> rounds_to(f16, Vec<float> x, Vec<float> half) {
+  return (IntVec<float>)widened(f16{}, rounded(f16{}, x)) == (IntVec<float>)half;
+}
+
+// Without rounding x, which takes twice as long: as numbers of 32 bits, bf16 neighbours are 2^16 apart, and of the two
+// halfway points only an even `half` attracts.
+FE_FUNCTION IntVec<float> rounds_to(bf16, Vec<float> x, Vec<float> half) {
+  const Words odd = ((Words)half >> 16) & 1u;
+  const Words above_least = (Words)x - (Words)half + 0x8000u - odd;
+  return (IntVec<float>)(above_least <= 0x10000u - 2u * odd) & (x == x);
 }
 
 template <typename T>
