@@ -32,7 +32,7 @@ FE_DEVICE void load_lane_gradient(const RowStep& r, const GradientRule<A>& rule,
 }
 
 template <typename T, bool kFused, bool kVectors>
-__global__ void __launch_bounds__(kBlock, kFused || (!kVectors && sizeof(T) == 8) ? 2 : 3)
+__global__ void __launch_bounds__(kBlock, kFused || sizeof(T) == 8 ? 2 : 3)
     rowwise_adagrad_kernel(RowRowwiseAdagrad a, int32_t lanes) {
   using A = typename AccOf<T>::type;
   using Scalars = StepScalars<A, AdagradRule<A>>;
