@@ -414,6 +414,44 @@ def test_a_stale_master_gives_way(backend: Backend, op: str, dtype: torch.dtype)
         assert math.copysign(1, got["param"][0, 0]) == -1
 
 
+# Bits of a float between a parameter and its master: around half a unit of fp16 and bf16, and a
+# whole one.
+DISTANCES = (0, 1, 0xFFF, 0x1000, 0x1001, 0x2000, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x10000)
+
+
+@low_precision
+def test_a_master_is_one_as_long_as_it_rounds_to_the_parameter(
+    backend: Backend, dtype: torch.dtype
+) -> None:
+    """Ties, both ends of the range, the other sign and numbers that are none, against torch."""
+    largest, smallest = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
+    some = [0.0, smallest, smallest / 4, 1.0, 1.0 + torch.finfo(dtype).eps, 3.14, largest, math.inf]
+    own = torch.tensor([*some, *(-x for x in some)]).to(dtype)
+    bits = own.float().view(torch.int32)
+    kept = torch.stack(
+        [
+            *((bits + away).view(torch.float32) for d in DISTANCES for away in (d, -d)),
+            -own.float(),
+            *(torch.full(own.shape, x) for x in (0.0, -0.0, 1.0, math.inf, -math.inf, math.nan)),
+        ]
+    )
+    param = own.expand(kept.shape).contiguous()
+    still = RowCase(
+        op="row_sgd_",
+        memory=param,
+        dim=own.numel(),
+        grad=torch.zeros(kept.shape),
+        states={"momentum_buffer": None},
+        master=kept,
+    )
+    got = still.run(backend.ops, backend.device)
+    integer = torch.int16
+    is_one = kept.to(dtype).view(integer) == param.view(integer)
+    assert 0.2 < is_one.float().mean() < 0.6
+    assert_same_bits(got["master"], torch.where(is_one, kept, param.float()))
+    assert_same_bits(got["param"], param)
+
+
 # ---- stochastic rounding -----------------------------------------------------------------------
 
 
