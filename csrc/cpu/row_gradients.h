@@ -1,6 +1,6 @@
-// Gradients of the rows of a step: as they lie in memory, converted, or, in a step that is fused with the backward,
-// summed here from the terms of the row. The parameter's row waits in the cache by then: the sum of a few terms takes
-// no longer than reading a gradient that was written before.
+// Gradients of the rows of a step: as they lie in memory, or, in a step that is fused with the backward, summed here
+// from the terms of the row. The parameter's row waits in the cache by then: the sum of a few terms takes no longer
+// than reading a gradient that was written before.
 #pragma once
 
 #include "cpu/row_pieces.h"
@@ -68,13 +68,15 @@ class RowGradients {
   }
 
   // The gradient of a piece; `buffers` is the thread's.
-  const A* of(const Piece& at, Buffers<A>& buffers) const { return of(at, buffers.grad.data, buffers.part.data); }
+  Gradient<A> of(const Piece& at, Buffers<A>& buffers) const {
+    if (p_.segments == nullptr) return {p_.grad, p_.grad_type, at.k * p_.dim + at.column};
+    return {sum_of(at.k, buffers.sum.data, buffers.part.data)};
+  }
 
-  // The same at `sum`, or where it lies already; `part` is scratch of the same size.
-  const A* of(const Piece& at, A* sum, A* part) const {
-    if (p_.segments == nullptr) return gradient_in_acc(p_, at.k * p_.dim + at.column, at.n, sum);
-    const int64_t begin = p_.segments[at.k], end = p_.segments[at.k + 1];
-    if (end - begin > kLong) return long_sum(at.k) + at.column;
+  // The sum of row k's terms at `sum`, or where it lies already; `part` is scratch of the same size.
+  const A* sum_of(int64_t k, A* sum, A* part) const {
+    const int64_t begin = p_.segments[k], end = p_.segments[k + 1];
+    if (end - begin > kLong) return long_sum(k);
     with_terms([&](auto terms) {
       if (terms.sum_few(begin, end, limit_, sum)) return;
       RowList<typename decltype(terms)::Element> list;

@@ -7,7 +7,7 @@
 
 namespace fastemb::cpu::FE_ISA {
 
-inline constexpr int64_t kPiece = 512;      // columns of a wide row that are one piece of work
+inline constexpr int64_t kPiece = 512;  // columns of a wide row that are one piece of work; what is rounded stays in L1
 inline constexpr int64_t kGrain = 1 << 14;  // elements that are worth a thread
 
 // How many rows ahead to prefetch: nearer they come too late, and of wide rows more would leave the cache again.
@@ -77,24 +77,28 @@ struct Target {
   }
 };
 
-// The piece's gradient in acc, where it lies or converted into `buffer`.
+// The gradient of a piece where it lies; its elements become acc as they are read.
 template <typename A>
-FE_FUNCTION const A* gradient_in_acc(const RowStep& p, int64_t first, int64_t n, A* buffer) {
-  const auto convert = [&](auto type) {
-    const auto* from = static_cast<const decltype(type)*>(p.grad) + first;
-    for_vectors<float>(
-        n, [&](auto access, int64_t d) { access.store(reinterpret_cast<float*>(buffer) + d, access.load(from + d)); });
-    return static_cast<const A*>(buffer);
-  };
-  if (p.grad_type == DType::f16) return convert(f16{});
-  if (p.grad_type == DType::bf16) return convert(bf16{});
-  return static_cast<const A*>(p.grad) + first;
-}
+struct Gradient {
+  const void* data;
+  DType type = kDType<A>;
+  int64_t first = 0;  // element of the piece's first column
+
+  template <typename Access>
+  FE_FUNCTION Vec<A> load(const Gradient& from, const Access& access, int64_t d) {
+    d += from.first;
+    if constexpr (sizeof(A) == 4) {
+      if (from.type == DType::f16) return access.load(static_cast<const f16*>(from.data) + d);
+      if (from.type == DType::bf16) return access.load(static_cast<const bf16*>(from.data) + d);
+    }
+    return access.load(static_cast<const A*>(from.data) + d);
+  }
+};
 
 template <typename A>
 struct Buffers {
-  explicit Buffers(int64_t columns) : grad(columns), part(columns), unrounded(columns) {}
-  Scratch<A> grad, part, unrounded;
+  explicit Buffers(int64_t columns) : sum(columns), part(columns), unrounded(columns) {}
+  Scratch<A> sum, part, unrounded;
 };
 
 // Where a piece lies: columns [column, column + n) of gradient row k, table row `row`. `ahead` rows further in the
@@ -198,8 +202,8 @@ FE_FUNCTION void prefetch_state(const RowStep& p, const E* element, const Piece&
 
 // One piece: `rule` makes the gradient, update(access, d, grad, param) the new parameter.
 template <typename T, Store kStore, typename A, typename Update>
-FE_FUNCTION void step_piece(const RowStep& p, const GradientRule<A> rule, const Piece& at, const A* grad, A* unrounded,
-                            const Update& update) {
+FE_FUNCTION void step_piece(const RowStep& p, const GradientRule<A> rule, const Piece& at, const Gradient<A> grad,
+                            A* unrounded, const Update& update) {
   using Place = Target<T, kStore>;
   const Place target{row_of<T>(p, at.row) + at.column, state_of<A>(p, p.master, at), unrounded};
   const int64_t ahead = at.ahead * p.param_stride;
@@ -207,7 +211,7 @@ FE_FUNCTION void step_piece(const RowStep& p, const GradientRule<A> rule, const 
     prefetch(target.param + ahead + d);
     if constexpr (kStore == Store::master) prefetch_state(p, target.master + d, at);
     const Vec<A> param = Place::load(target, access, d);
-    const Vec<A> g = GradientRule<A>::apply(rule, access.load(grad + d), param);
+    const Vec<A> g = GradientRule<A>::apply(rule, Gradient<A>::load(grad, access, d), param);
     Place::store(target, access, d, update(access, d, g, param));
   });
   if constexpr (kStore == Store::stochastic) {

@@ -33,7 +33,7 @@ void adam(const RowAdam& p, const Parallel& parallel) {
     M* exp_avg = state_of<M>(step, p.exp_avg, at);
     M* exp_avg_sq = state_of<M>(step, p.exp_avg_sq, at);
     M* largest = state_of<M>(step, p.max_exp_avg_sq, at);
-    const A* grad = gradients.of(at, buffers);
+    const Gradient<A> grad = gradients.of(at, buffers);
     step_piece<T, kStore, A>(step, gradient, at, grad, buffers.unrounded.data,
                              [&](auto access, int64_t d, Vec<A> g, Vec<A> param) {
                                prefetch_state(step, exp_avg + d, at);
@@ -64,7 +64,7 @@ void adagrad(const RowAdagrad& p, const Parallel& parallel) {
   const RowGradients<A> gradients(step, parallel);
   for_pieces<A>(step, false, parallel, [&](const Piece& at, Buffers<A>& buffers) {
     A* sums = state_of<A>(step, p.sum, at);
-    const A* grad = gradients.of(at, buffers);
+    const Gradient<A> grad = gradients.of(at, buffers);
     step_piece<T, kStore, A>(step, gradient, at, grad, buffers.unrounded.data,
                              [&](auto access, int64_t d, Vec<A> g, Vec<A> param) {
                                prefetch_state(step, sums + d, at);
@@ -95,12 +95,12 @@ void rowwise_adagrad(const RowRowwiseAdagrad& p, const Parallel& parallel) {
   // Makes the row's gradient at `finished` and updates its sum.
   const auto rate_of = [&](const Piece& at, Buffers<A>& buffers, A* finished) {
     const Place target{row_of<T>(step, at.row), state_of<A>(step, step.master, at), nullptr};
-    const A* grad = gradients.of(at, buffers);
+    const Gradient<A> grad = gradients.of(at, buffers);
     const GradientRule<A> finish = gradient;
     const auto finish_at = [&](auto access, int64_t d) {
       prefetch(target.param + at.ahead * step.param_stride + d);
       const Vec<A> param = finish.decayed ? Place::load(target, access, d) : Vec<A>{};
-      const Vec<A> g = GradientRule<A>::apply(finish, access.load(grad + d), param);
+      const Vec<A> g = GradientRule<A>::apply(finish, Gradient<A>::load(grad, access, d), param);
       access.store(finished + d, g);
       return g * g;
     };
@@ -130,7 +130,7 @@ void rowwise_adagrad(const RowRowwiseAdagrad& p, const Parallel& parallel) {
       for (int64_t i = 0; i < n; ++i) {
         const A rate = rates[i];
         if (pieces[i].n == 0) continue;
-        step_piece<T, kStore, A>(step, GradientRule<A>{}, pieces[i], finished.data + i * step.dim,
+        step_piece<T, kStore, A>(step, GradientRule<A>{}, pieces[i], Gradient<A>{finished.data + i * step.dim},
                                  buffers.unrounded.data,
                                  [&](auto, int64_t, Vec<A> g, Vec<A> param) { return param - g * rate; });
       }
@@ -147,7 +147,7 @@ void sgd(const RowSgd& p, const Parallel& parallel) {
   const RowGradients<A> gradients(step, parallel);
   for_pieces<A>(step, false, parallel, [&](const Piece& at, Buffers<A>& buffers) {
     A* buffer = state_of<A>(step, p.momentum_buffer, at);
-    const A* grad = gradients.of(at, buffers);
+    const Gradient<A> grad = gradients.of(at, buffers);
     step_piece<T, kStore, A>(step, gradient, at, grad, buffers.unrounded.data,
                              [&](auto access, int64_t d, Vec<A> g, Vec<A> param) {
                                if (buffer == nullptr) return SgdRule<A>::apply(rule, g, param, (Vec<A>*)nullptr);
