@@ -37,9 +37,10 @@ FE_FUNCTION Vec<A> fold_vectors(const Term& term) {
 template <typename A, typename Term, typename TermPart>
 FE_FUNCTION A fold_lanes(int64_t dim, const Term& term, const TermPart& term_part) {
   constexpr int64_t L = kLanes<A>;
+  static_assert(16 * L <= kDotLanes);  // a column to each lane
   if (dim == 4 * L) return fold_vector<A>(fold_vectors<A, 4, 0, 1>(term));
   if (dim == 8 * L) return fold_vector<A>(fold_vectors<A, 8, 0, 1>(term));
-  if (dim == 16 * L && 16 * L <= kDotLanes) return fold_vector<A>(fold_vectors<A, 16, 0, 1>(term));
+  if (dim == 16 * L) return fold_vector<A>(fold_vectors<A, 16, 0, 1>(term));
   A lanes[kDotLanes];
   const int64_t used = dim < kDotLanes ? (dim + L - 1) / L * L : kDotLanes;
   for (int64_t j = 0; j < used; j += L) {

@@ -33,15 +33,6 @@ struct SourceTerms {
   // The sum of a few terms, without a list of them where none is needed; whether it is done.
   bool sum_few(int64_t begin, int64_t end, int64_t limit, A* out) const {
     if (scaled || end - begin > kChunk || end + kPrefetchAhead > limit) return false;
-    if (end - begin == 1) {
-      const T* row = static_cast<const T*>(p.grad) + p.sources[begin] * p.dim;
-      const T* ahead = static_cast<const T*>(p.grad) + p.sources[begin + kPrefetchAhead] * p.dim;
-      for_vectors<A>(p.dim, [&](auto access, int64_t d) {
-        prefetch(ahead + d);
-        access.store(out + d, Vec<A>{} + access.load(row + d));
-      });
-      return true;
-    }
     const IndexedRows<T, int32_t> rows{static_cast<const T*>(p.grad), p.dim, p.sources + begin};
     sum_rows<false>(rows, 0, end - begin, p.dim, Cached<A>{out});
     return true;

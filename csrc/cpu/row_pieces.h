@@ -152,16 +152,12 @@ void for_pieces(const RowStep& p, bool whole, const Parallel& parallel, const Bo
   const int64_t per_row = (p.dim + width - 1) / width;
   share_out(p, used, per_row, kGrain / width + 1, parallel, [&](int64_t begin, int64_t end) {
     Buffers<A> buffers(width);
-    int64_t k = begin / per_row, column = begin % per_row * width;
     for (int64_t i = begin; i < end; ++i) {
-      Piece at = row_piece(p, k, used);
-      if (at.n > 0) {
-        at.column = column;
-        at.n = p.dim - column < width ? p.dim - column : width;
-        body(at, buffers);
-      }
-      column += width;
-      if (column >= p.dim) ++k, column = 0;
+      Piece at = row_piece(p, i / per_row, used);
+      if (at.n == 0) continue;
+      at.column = i % per_row * width;
+      at.n = p.dim - at.column < width ? p.dim - at.column : width;
+      body(at, buffers);
     }
   });
 }
