@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from draws import TIMES
+from models import MODELS
 from optim_cases import bits
 from torch import Tensor, nn
 
@@ -336,3 +337,27 @@ def pinned(engine: offload.OffloadEngine) -> int:
 
 def engine_values(model: Net) -> dict[str, torch.Tensor]:
     return {name: getattr(model, name).weight.detach().clone() for name in ("t0", "t1")}
+
+
+def plain(name: str = "dlrm") -> nn.Module:
+    """A model of `models` that has not met fastemb, always with the same weights."""
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+def frozen(model: nn.Module) -> Any:
+    """What a refused conversion must leave as it was."""
+    return [
+        (
+            name,
+            type(module),
+            vars(module).keys(),
+            getattr(module, "sparse", None),
+            {
+                key: (id(p), bits(p), p.is_contiguous())
+                for key, p in module._parameters.items()
+                if p is not None
+            },
+        )
+        for name, module in model.named_modules()
+    ]
