@@ -5,6 +5,8 @@ TORCH ?= 2.13.0
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# One at a time, also with `make -j`.
+PIP := $(if $(shell command -v flock),flock $(VENV)) $(BIN)/pip install --quiet
 STAMP := $(VENV)/.made-torch-$(TORCH)
 CPP := $(shell find csrc tests/emu -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
@@ -13,10 +15,10 @@ CPP := $(shell find csrc tests/emu -name '*.h' -o -name '*.cpp' -o -name '*.cu' 
 PARALLEL := OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive
 PYTEST_ARGS ?= -n logical --maxprocesses 4
 
-.PHONY: demo two-heads flights test lint unit bench gpu-check format clean install venv tools objects
+.PHONY: demo two-heads flights test lint unit bench gpu-check format clean install tools objects kernels
 .DELETE_ON_ERROR:
 
-# pip is one process: compile beside it. The last two programs have one thread each.
+# pip is one process: compile beside it (--jobs=2). The last two programs have one thread each.
 demo:
 	@$(MAKE) --no-print-directory --jobs=2 $(STAMP)-demo objects
 	@$(MAKE) --no-print-directory install
@@ -42,7 +44,7 @@ unit: $(STAMP)-test $(STAMP)-demo install
 	$(PARALLEL) $(BIN)/python -m pytest $(PYTEST_ARGS) --cov --cov-report=term
 
 bench: $(STAMP)-demo install
-	$(BIN)/pip install --quiet --no-deps -r requirements/bench.txt
+	$(PIP) --no-deps -r requirements/bench.txt
 	$(BIN)/python bench/embedding_bag.py
 	$(BIN)/python bench/optim.py
 	$(BIN)/python bench/grad_scale.py
@@ -63,33 +65,37 @@ clean:
 
 # ---- environment ----------------------------------------------------------------------------------
 
-venv: $(STAMP)
-
 tools: $(STAMP)-test $(STAMP)-demo
 
-# What `install` links, for those who have something else to do meanwhile.
-objects: | $(STAMP)
+# What `install` links, for those who have something else to do meanwhile. Most of it needs no torch.
+objects: kernels | $(STAMP)
 	$(BIN)/python setup.py --quiet build_ext --inplace
+
+kernels: | $(VENV)/.made
+	$(BIN)/python setup.py --quiet build_kernels
 
 # Quick when nothing changed: objects are kept in build/native.
 install: | $(STAMP)
-	$(BIN)/pip install --quiet --no-build-isolation --no-deps -e .
+	$(PIP) --no-build-isolation --no-deps -e .
 
-$(STAMP):
+$(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "make needs Python >= 3.11 for the pinned tools (fastemb itself: 3.10); try PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	$(PIP) -r requirements/build.txt
+	touch $@
+
+$(STAMP): | $(VENV)/.made
 	rm -f $(VENV)/.made-torch-*
-	$(BIN)/pip install --quiet -r requirements/build.txt
-	$(BIN)/pip install --quiet torch==$(TORCH)
+	$(PIP) torch==$(TORCH)
 	touch $@
 
 $(STAMP)-test: requirements/test.txt requirements/triton.txt | $(STAMP)
-	$(BIN)/pip install --quiet -r requirements/test.txt
-	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet -r requirements/triton.txt
+	$(PIP) -r requirements/test.txt
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) -r requirements/triton.txt
 	touch $@
 
 $(STAMP)-demo: requirements/demo.txt requirements/demo-data.txt | $(STAMP)
-	$(BIN)/pip install --quiet -r requirements/demo.txt
-	$(BIN)/pip install --quiet --no-deps -r requirements/demo-data.txt
+	$(PIP) -r requirements/demo.txt
+	$(PIP) --no-deps -r requirements/demo-data.txt
 	touch $@

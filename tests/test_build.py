@@ -322,6 +322,23 @@ def test_objects_follow_headers_and_flags(setup: ModuleType, tmp_path: Path) -> 
         setup.compile_all([unit])
 
 
+@needs_compiler
+def test_kernels_compile_before_torch_is_there(
+    setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = tmp_path / "csrc" / "cpu"
+    sources.mkdir()
+    for name in ("dispatch", "kernel"):
+        (sources / f"{name}.cpp").write_text("int value;\n")
+    monkeypatch.setenv("FASTEMB_TORCH", str(tmp_path / "nowhere"))
+    with pytest.raises(SystemExit, match="torch was not found"):
+        setup.Native().build(tmp_path)
+    setup.BuildKernels(setup.Distribution()).run()
+    units = setup.Native().cpu_kernels()
+    assert len(units) >= 2
+    assert all(unit.fresh() for unit in units)
+
+
 def test_torch_is_found_by_folder_or_package(
     setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
