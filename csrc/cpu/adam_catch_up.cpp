@@ -70,7 +70,7 @@ void catch_up(const RowAdamCatchUp& p, const Parallel& parallel) {
                                 state_of<M>(step, p.exp_avg_sq, at),
                                 state_of<M>(step, p.max_exp_avg_sq, at)};
     step_piece<T, kStore, A>(
-        step, no_gradient, at, Gradient<A>{buffers.sum.data}, buffers.unrounded.data,
+        step, no_gradient, at, Gradient<A>{buffers.sum.data},
         [&](auto access, int64_t d, Vec<A>, Vec<A> param) { return sleeper.wake(access, d, param); });
   });
 }

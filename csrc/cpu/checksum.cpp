@@ -8,16 +8,7 @@
 namespace fastemb::cpu::FE_ISA {
 namespace {
 
-typedef uint64_t Longs __attribute__((vector_size(kVectorBytes)));
 inline constexpr int64_t kLongs = kVectorBytes / 8;
-
-FE_FUNCTION Longs mix_all(Longs x) {
-  x ^= x >> 30;
-  x *= 0xbf58476d1ce4e5b9ull;
-  x ^= x >> 27;
-  x *= 0x94d049bb133111ebull;
-  return x ^ (x >> 31);
-}
 
 // Sum over the words of one piece, the first of which is word `first` of the payload. Sums modulo 2^64 may be taken in
 // any order.
@@ -26,12 +17,12 @@ FE_FUNCTION uint64_t sum_words(const char* data, int64_t bytes, int64_t first) {
   uint64_t total = 0;
   int64_t i = 0;
   if (words >= kLongs) {
-    Longs sum = {}, places;
+    Longs sum = {}, places = {};
     for (int64_t lane = 0; lane < kLongs; ++lane) places[lane] = static_cast<uint64_t>(first + lane + 1) * kGolden;
     for (; i + kLongs <= words; i += kLongs) {
       Longs word;
       memcpy(&word, data + i * 8, sizeof(word));
-      sum += mix_all(word + places);
+      sum += mix(word + places);
       places += static_cast<uint64_t>(kLongs) * kGolden;
     }
     for (int64_t lane = 0; lane < kLongs; ++lane) total += sum[lane];

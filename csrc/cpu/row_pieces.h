@@ -1,13 +1,13 @@
 // What all steps of rows share: pieces of work, the parameter with its master, gradients in acc.
 #pragma once
 
-#include "common/stochastic.h"
+#include "cpu/rounding.h"
 #include "cpu/row_math.h"
 #include "cpu/rows.h"
 
 namespace fastemb::cpu::FE_ISA {
 
-inline constexpr int64_t kPiece = 512;  // columns of a wide row that are one piece of work; what is rounded stays in L1
+inline constexpr int64_t kPiece = 512;      // columns of a wide row that are one piece of work
 inline constexpr int64_t kGrain = 1 << 14;  // elements that are worth a thread
 
 // How many rows ahead to prefetch: nearer they come too late, and of wide rows more would leave the cache again.
@@ -48,35 +48,6 @@ FE_FUNCTION void for_vectors(int64_t n, const F& f) {
   if (d < n) f(Part{n - d}, d);
 }
 
-// The parameter of one piece of a row.
-template <typename T, Store kStore>
-struct Target {
-  using A = typename AccOf<T>::type;
-  T* param;
-  A* master;
-  A* unrounded;  // stochastic: values on their way to be rounded
-
-  template <typename Access>
-  FE_FUNCTION Vec<A> load(const Target& at, const Access& access, int64_t d) {
-    const Vec<A> own = access.load(at.param + d);
-    if constexpr (kStore == Store::master) {
-      const Vec<A> kept = access.load(at.master + d);
-      return rounds_to(T{}, kept, own) ? kept : own;
-    }
-    return own;
-  }
-
-  template <typename Access>
-  FE_FUNCTION void store(const Target& at, const Access& access, int64_t d, Vec<A> value) {
-    if constexpr (kStore == Store::stochastic) {
-      access.store(at.unrounded + d, value);
-    } else {
-      if constexpr (kStore == Store::master) access.store(at.master + d, value);
-      access.store(at.param + d, value);
-    }
-  }
-};
-
 // The gradient of a piece where it lies; its elements become acc as they are read.
 template <typename A>
 struct Gradient {
@@ -97,8 +68,8 @@ struct Gradient {
 
 template <typename A>
 struct Buffers {
-  explicit Buffers(int64_t columns) : sum(columns), part(columns), unrounded(columns) {}
-  Scratch<A> sum, part, unrounded;
+  explicit Buffers(int64_t columns) : sum(columns), part(columns) {}
+  Scratch<A> sum, part;
 };
 
 // Where a piece lies: columns [column, column + n) of gradient row k, table row `row`. `ahead` rows further in the
@@ -172,36 +143,51 @@ FE_FUNCTION E* state_of(const RowStep& p, void* state, const Piece& at) {
   return state == nullptr ? nullptr : static_cast<E*>(state) + at.row * p.dim + at.column;
 }
 
-// What a moment of Adam becomes where it is stored as M, still in acc; `column` is that of the first element.
-FE_FUNCTION Vec<float> rounded_moment(bf16, Vec<float> x, const MomentRounding& how, int64_t column) {
-  if (!how.stochastic) return x;  // the store rounds
-  float values[kLanes<float>];
-  int32_t random[kLanes<float>];
-  store(values, x);
-  for (int i = 0; i < kLanes<float>; ++i) {
-    random[i] = static_cast<int32_t>(moment_bits(values[i], how.key, column + i) >> 16);
-  }
-  // round_stochastic of a vector; what it rounds to nearest is left to the store.
-  IntVec<float> below, bits = (IntVec<float>)x;
-  memcpy(&below, random, sizeof below);
-  const auto held = (bits & 0x7fffffff) < 0x7f7f0000;
-  const IntVec<float> up = (held & bits) + below;
-  return (Vec<float>)((held & up & ~0xffff) | (~held & bits));
-}
-FE_FUNCTION Vec<float> rounded_moment(float, Vec<float> x, const MomentRounding&, int64_t) { return x; }
-FE_FUNCTION Vec<double> rounded_moment(double, Vec<double> x, const MomentRounding&, int64_t) { return x; }
-
 template <typename E>
 FE_FUNCTION void prefetch_state(const RowStep& p, const E* element, const Piece& at) {
   prefetch(element + at.ahead * p.dim);
 }
 
+// The parameter of one piece of a row, which begins at `column`.
+template <typename T, Store kStore>
+struct Target {
+  using A = typename AccOf<T>::type;
+  T* param;
+  A* master;
+  int64_t column;
+  uint64_t key;  // stochastic: of the row
+
+  FE_FUNCTION Target make(const RowStep& p, const Piece& at) {
+    const uint64_t key = kStore == Store::stochastic ? row_key(p.seed, step_number(p), at.row) : 0;
+    return {row_of<T>(p, at.row) + at.column, state_of<A>(p, p.master, at), at.column, key};
+  }
+
+  template <typename Access>
+  FE_FUNCTION Vec<A> load(const Target& at, const Access& access, int64_t d) {
+    const Vec<A> own = access.load(at.param + d);
+    if constexpr (kStore == Store::master) {
+      const Vec<A> kept = access.load(at.master + d);
+      return rounds_to(T{}, kept, own) ? kept : own;
+    }
+    return own;
+  }
+
+  template <typename Access>
+  FE_FUNCTION void store(const Target& at, const Access& access, int64_t d, Vec<A> value) {
+    if constexpr (kStore == Store::master) access.store(at.master + d, value);
+    if constexpr (kStore == Store::stochastic) {
+      value = rounded_stochastic(T{}, value, random_bits(at.key, at.column + d));
+    }
+    access.store(at.param + d, value);
+  }
+};
+
 // One piece: `rule` makes the gradient, update(access, d, grad, param) the new parameter.
 template <typename T, Store kStore, typename A, typename Update>
 FE_FUNCTION void step_piece(const RowStep& p, const GradientRule<A> rule, const Piece& at, const Gradient<A> grad,
-                            A* unrounded, const Update& update) {
+                            const Update& update) {
   using Place = Target<T, kStore>;
-  const Place target{row_of<T>(p, at.row) + at.column, state_of<A>(p, p.master, at), unrounded};
+  const auto target = Place::make(p, at);
   const int64_t ahead = at.ahead * p.param_stride;
   for_vectors<A>(at.n, [&](auto access, int64_t d) {
     prefetch(target.param + ahead + d);
@@ -210,12 +196,6 @@ FE_FUNCTION void step_piece(const RowStep& p, const GradientRule<A> rule, const 
     const Vec<A> g = GradientRule<A>::apply(rule, Gradient<A>::load(grad, access, d), param);
     Place::store(target, access, d, update(access, d, g, param));
   });
-  if constexpr (kStore == Store::stochastic) {
-    const uint64_t key = row_key(p.seed, step_number(p), at.row);
-    for (int64_t d = 0; d < at.n; ++d) {
-      target.param[d] = round_stochastic(T{}, unrounded[d], random_bits(key, at.column + d));
-    }
-  }
 }
 
 // f(type, store) for the parameter's type and the way it is stored. fp32 and fp64 have nothing to round.

@@ -34,22 +34,21 @@ void adam(const RowAdam& p, const Parallel& parallel) {
     M* exp_avg_sq = state_of<M>(step, p.exp_avg_sq, at);
     M* largest = state_of<M>(step, p.max_exp_avg_sq, at);
     const Gradient<A> grad = gradients.of(at, buffers);
-    step_piece<T, kStore, A>(step, gradient, at, grad, buffers.unrounded.data,
-                             [&](auto access, int64_t d, Vec<A> g, Vec<A> param) {
-                               prefetch_state(step, exp_avg + d, at);
-                               prefetch_state(step, exp_avg_sq + d, at);
-                               if (largest != nullptr) prefetch_state(step, largest + d, at);
-                               Vec<A> m = access.load(exp_avg + d), v = access.load(exp_avg_sq + d), u = {};
-                               if (largest != nullptr) u = access.load(largest + d);
-                               param = AdamRule<A>::apply(rule, g, param, m, v, largest == nullptr ? nullptr : &u);
-                               const int64_t column = at.column + d;
-                               access.store(exp_avg + d, rounded_moment(M{}, m, rounding.first, column));
-                               access.store(exp_avg_sq + d, rounded_moment(M{}, v, rounding.second, column));
-                               if (largest != nullptr) {
-                                 access.store(largest + d, rounded_moment(M{}, u, rounding.second, column));
-                               }
-                               return param;
-                             });
+    step_piece<T, kStore, A>(step, gradient, at, grad, [&](auto access, int64_t d, Vec<A> g, Vec<A> param) {
+      prefetch_state(step, exp_avg + d, at);
+      prefetch_state(step, exp_avg_sq + d, at);
+      if (largest != nullptr) prefetch_state(step, largest + d, at);
+      Vec<A> m = access.load(exp_avg + d), v = access.load(exp_avg_sq + d), u = {};
+      if (largest != nullptr) u = access.load(largest + d);
+      param = AdamRule<A>::apply(rule, g, param, m, v, largest == nullptr ? nullptr : &u);
+      const int64_t column = at.column + d;
+      access.store(exp_avg + d, rounded_moment(M{}, m, rounding.first, column));
+      access.store(exp_avg_sq + d, rounded_moment(M{}, v, rounding.second, column));
+      if (largest != nullptr) {
+        access.store(largest + d, rounded_moment(M{}, u, rounding.second, column));
+      }
+      return param;
+    });
   });
 }
 
@@ -65,14 +64,13 @@ void adagrad(const RowAdagrad& p, const Parallel& parallel) {
   for_pieces<A>(step, false, parallel, [&](const Piece& at, Buffers<A>& buffers) {
     A* sums = state_of<A>(step, p.sum, at);
     const Gradient<A> grad = gradients.of(at, buffers);
-    step_piece<T, kStore, A>(step, gradient, at, grad, buffers.unrounded.data,
-                             [&](auto access, int64_t d, Vec<A> g, Vec<A> param) {
-                               prefetch_state(step, sums + d, at);
-                               Vec<A> sum = access.load(sums + d);
-                               param = AdagradRule<A>::apply(rule, g, param, sum);
-                               access.store(sums + d, sum);
-                               return param;
-                             });
+    step_piece<T, kStore, A>(step, gradient, at, grad, [&](auto access, int64_t d, Vec<A> g, Vec<A> param) {
+      prefetch_state(step, sums + d, at);
+      Vec<A> sum = access.load(sums + d);
+      param = AdagradRule<A>::apply(rule, g, param, sum);
+      access.store(sums + d, sum);
+      return param;
+    });
   });
 }
 
@@ -94,7 +92,7 @@ void rowwise_adagrad(const RowRowwiseAdagrad& p, const Parallel& parallel) {
 
   // Makes the row's gradient at `finished` and updates its sum.
   const auto rate_of = [&](const Piece& at, Buffers<A>& buffers, A* finished) {
-    const Place target{row_of<T>(step, at.row), state_of<A>(step, step.master, at), nullptr};
+    const auto target = Place::make(step, at);
     const Gradient<A> grad = gradients.of(at, buffers);
     const GradientRule<A> finish = gradient;
     const auto finish_at = [&](auto access, int64_t d) {
@@ -131,7 +129,6 @@ void rowwise_adagrad(const RowRowwiseAdagrad& p, const Parallel& parallel) {
         const A rate = rates[i];
         if (pieces[i].n == 0) continue;
         step_piece<T, kStore, A>(step, GradientRule<A>{}, pieces[i], Gradient<A>{finished.data + i * step.dim},
-                                 buffers.unrounded.data,
                                  [&](auto, int64_t, Vec<A> g, Vec<A> param) { return param - g * rate; });
       }
     }
@@ -148,15 +145,14 @@ void sgd(const RowSgd& p, const Parallel& parallel) {
   for_pieces<A>(step, false, parallel, [&](const Piece& at, Buffers<A>& buffers) {
     A* buffer = state_of<A>(step, p.momentum_buffer, at);
     const Gradient<A> grad = gradients.of(at, buffers);
-    step_piece<T, kStore, A>(step, gradient, at, grad, buffers.unrounded.data,
-                             [&](auto access, int64_t d, Vec<A> g, Vec<A> param) {
-                               if (buffer == nullptr) return SgdRule<A>::apply(rule, g, param, (Vec<A>*)nullptr);
-                               prefetch_state(step, buffer + d, at);
-                               Vec<A> b = access.load(buffer + d);
-                               param = SgdRule<A>::apply(rule, g, param, &b);
-                               access.store(buffer + d, b);
-                               return param;
-                             });
+    step_piece<T, kStore, A>(step, gradient, at, grad, [&](auto access, int64_t d, Vec<A> g, Vec<A> param) {
+      if (buffer == nullptr) return SgdRule<A>::apply(rule, g, param, (Vec<A>*)nullptr);
+      prefetch_state(step, buffer + d, at);
+      Vec<A> b = access.load(buffer + d);
+      param = SgdRule<A>::apply(rule, g, param, &b);
+      access.store(buffer + d, b);
+      return param;
+    });
   });
 }
 

@@ -50,6 +50,7 @@ using Vec = typename VecOf<A>::type;
 template <typename A>
 using IntVec = typename VecOf<A>::ints;
 
+typedef uint64_t Longs __attribute__((vector_size(kVectorBytes)));
 typedef uint32_t Words __attribute__((vector_size(kVectorBytes)));
 typedef uint16_t Halves __attribute__((vector_size(kVectorBytes / 2)));
 
