@@ -6,9 +6,11 @@ import gc
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from offload_cases import (
     CASE,
     engine_values,
@@ -122,6 +124,21 @@ def test_a_load_that_is_interrupted_leaves_nothing_old_in_the_cache(
     assert len(rows)
     found = model.t0(rows.view(-1, 1))
     assert (found.view_as(values["t0"][rows]) == values["t0"][rows]).all()
+
+
+@pytest.mark.parametrize("files", [False, True])
+def test_a_first_use_that_is_interrupted_is_begun_anew(
+    files: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = CASE.batches()
+    engine, model, optimizer = offloaded(storage=tmp_path if files else None)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "copy_", _interrupted(torch.Tensor.copy_, 1))
+        with pytest.raises(KeyboardInterrupt):
+            model.state_dict()
+    steps(model, optimizer, batches)
+    assert saved(model, optimizer) == in_memory(CASE, batches)
+    engine.close()
 
 
 def _interrupted_work(seen: list[str]) -> None:

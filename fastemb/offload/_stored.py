@@ -188,14 +188,19 @@ class StoredTable:
                 there = self.host.fields.keys() & {state.name for state in self._states}
         else:
             layout = self.layout(0.0)
-            self.host = HostTable.create(
+            host = HostTable.create(
                 *(self.name, self.shape[0], layout),
                 seed=self._seed,
                 storage=path,
                 pin=path is None and self.device.type == "cuda",
             )
-            self.host.fields["weight"].copy_(self.weight.detach())
-            self._fresh = fill(self.host.fields, layout.fields[1:])
+            try:
+                host.fields["weight"].copy_(self.weight.detach())
+                self._fresh = fill(host.fields, layout.fields[1:])
+            except BaseException:  # an interrupt, say: what is half filled must not be sealed later
+                host.close()
+                raise
+            self.host = host
         if not self._sealed:
             self.host.seal()
             self.host.flush(self.engine.step)
