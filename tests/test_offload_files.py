@@ -389,6 +389,30 @@ def test_the_disk_says_dirty_before_the_first_record_is_written(
     table.close()
 
 
+def test_a_header_that_may_be_on_the_disk_is_taken_back(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The records have been synchronised, and the header is written, but the disk then fails."""
+    table = create(path)
+    table.mark_dirty()
+    with monkeypatch.context() as patch:
+        errors: list[OSError | None] = [None, OSError(5, "Input/output error")]
+
+        def fdatasync(_: int) -> None:
+            error = errors.pop(0)
+            if error is not None:
+                raise error
+
+        patch.setattr(os, "fdatasync", fdatasync)
+        with pytest.raises(OSError, match="Input/output"):
+            table.flush(6)
+    assert FileHeader.unpack(path, path.read_bytes()).clean
+    table.seal(torch.tensor([3]))
+    assert not FileHeader.unpack(path, path.read_bytes()).clean
+    table.flush(7)
+    table.close()
+
+
 def test_a_dirty_file_opens_only_to_recover(path: Path) -> None:
     table = create(path)
     table.mark_dirty()

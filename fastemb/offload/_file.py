@@ -261,7 +261,7 @@ class TableFile:
     Attributes:
         path: where it is, or will be after the first `flush`; absolute, without symbolic links,
             which stay where they are when another file takes its place.
-        header: as it stands in the file.
+        header: as it stands in the file; clean also where only the disk may say so.
         mapping: the whole file.
     """
 
@@ -384,6 +384,8 @@ class TableFile:
         self._release()
 
     def _write_header(self, header: FileHeader) -> None:
+        if header.clean:
+            self.header = header  # or nothing would call the records dirty again where this fails
         # One system call, not a copy into the mapping, which a signal could end half way.
         os.pwrite(self._descriptor, header.pack(), 0)
         os.fdatasync(self._descriptor)
