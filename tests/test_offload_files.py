@@ -15,7 +15,7 @@ import offload_victim as victim
 import pytest
 import torch
 
-from fastemb.offload import _file
+from fastemb.offload import _file, _mapping
 from fastemb.offload._file import (
     HEADER_BYTES,
     DirtyFileError,
@@ -26,6 +26,7 @@ from fastemb.offload._file import (
 )
 from fastemb.offload._host import UNKNOWN, HostTable
 from fastemb.offload._layout import Field, RecordLayout
+from fastemb.offload._mapping import Mapping
 from fastemb.offload.errors import IntegrityError
 
 NUM_ROWS = 40
@@ -387,6 +388,69 @@ def test_the_disk_says_dirty_before_the_first_record_is_written(
     table.flush(6)
     assert events == ["sync, dirty", "sync, clean"]
     table.close()
+
+
+def full_disk(_: int) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_what_a_disk_has_refused_is_written_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel does that for nobody: once it has said so, it takes the pages for written."""
+    table = create(path)
+    events: list[str] = []
+    rewrite, sync = Mapping.rewrite, os.fdatasync
+
+    def rewriting(mapping: Mapping, offset: int) -> None:
+        before = table.records.clone()
+        rewrite(mapping, offset)
+        assert torch.equal(table.records, before)
+        events.append(f"rewrite from {offset}")
+
+    def fdatasync(descriptor: int) -> None:
+        sync(descriptor)
+        events.append("sync")
+
+    monkeypatch.setattr(Mapping, "rewrite", rewriting)
+    monkeypatch.setattr(_mapping, "_PORTION", 100)
+    table.seal(torch.tensor([3]))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", full_disk)
+        for _ in range(2):
+            with pytest.raises(OSError, match="No space left"):
+                table.flush(6)
+    assert events == [f"rewrite from {HEADER_BYTES}"]
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    for _ in range(2):
+        table.flush(6)
+    assert events[1:] == [events[0], *["sync"] * 4]
+    table.close()
+    table = HostTable.open(path, name="users")
+    assert table.verify() == []
+    table.close()
+
+
+def test_records_that_a_disk_has_lost_are_no_checkpoint(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After it has refused them, they were read again, as they were before."""
+    table = create(path)
+    old = table.records[3].clone()
+    table.fields["weight"][3] = 7
+    table.seal(torch.tensor([3]))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", full_disk)
+        with pytest.raises(OSError, match="No space left"):
+            table.flush(6)
+    table.records[3] = old
+    with pytest.raises(IntegrityError, match=r"row 3 .*in file: the disk has lost records"):
+        table.flush(6)
+    assert not FileHeader.unpack(path, path.read_bytes()).clean
+    table.seal(torch.tensor([3]))
+    table.flush(6)
+    table.close()
+    HostTable.open(path, name="users").close()
 
 
 def test_a_header_that_may_be_on_the_disk_is_taken_back(

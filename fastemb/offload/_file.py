@@ -263,12 +263,16 @@ class TableFile:
             which stay where they are when another file takes its place.
         header: as it stands in the file; clean also where only the disk may say so.
         mapping: the whole file.
+        doubtful: whether the disk has refused records, and no flush has gone well since. The kernel
+            says so once: it then takes them for written, and they are again what the disk has
+            where it has needed their memory for something else.
     """
 
     def __init__(self, path: Path, descriptor: int, header: FileHeader, partial: bool) -> None:
         self.path = path
         self.header = header
         self.mapping = Mapping.of_file(descriptor, header.file_bytes)
+        self.doubtful = False
         self._partial = partial
         self._replace = False
         self._owner = os.getpid()
@@ -336,6 +340,10 @@ class TableFile:
         shape = self.header.num_rows, self.header.layout.record_bytes
         return self.mapping.tensor(HEADER_BYTES).view(shape)
 
+    def rewrite(self) -> None:
+        """Have the next flush bring all records to the disk, also those that count as written."""
+        self.mapping.rewrite(HEADER_BYTES)
+
     def mark_dirty(self) -> None:
         """Return once the disk has a header that says that records are being written."""
         if self.header.clean:
@@ -351,8 +359,10 @@ class TableFile:
         self.require_named()
         header = replace(self.header, clean=clean, step=step, optimizer_step=optimizer_step)
         try:
+            self.doubtful = True
             os.fdatasync(self._descriptor)  # most of the work, and without the GIL
             self.mapping.flush()
+            self.doubtful = False
             self._write_header(header)
         except OSError as error:
             what = f"table {header.name!r} does not come to the disk ({error.strerror})"

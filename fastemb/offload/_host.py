@@ -283,7 +283,7 @@ class HostTable:
         Nothing else may write meanwhile.
 
         Raises:
-            IntegrityError: rows are torn.
+            IntegrityError: rows are torn, or were lost by a disk that has failed before.
             FileGoneError: the file is no longer at its path; it stays dirty.
             OSError: the disk does not take it.
         """
@@ -443,7 +443,16 @@ class HostTable:
 
     def _save(self, *, clean: bool) -> None:
         if self._file is not None:
+            if self._file.doubtful:
+                self._file.rewrite()  # first: what is to be written is not lost any more
+                self._require_right()
             self._file.flush(clean=clean, step=self.step, optimizer_step=self.optimizer_step)
+
+    def _require_right(self) -> None:
+        wrong = self.verify()
+        if wrong:
+            what = "the disk has lost records, so the file is not flushed: reset() them"
+            raise IntegrityError(self.name, wrong, self.step, self.place, what)
 
     def _copy_chunk(self, new: HostTable, chunk: Tensor, kept: Collection[str]) -> None:
         versions = self.expected(chunk)

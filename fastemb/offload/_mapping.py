@@ -12,6 +12,8 @@ from torch import Tensor
 
 from fastemb._memory import advise_huge_pages
 
+_PORTION = 32 << 20  # bytes that are copied at a time
+
 
 class Mapping(mmap.mmap):
     """Memory that lives as long as something refers to it, such as a tensor of `tensor`.
@@ -40,6 +42,12 @@ class Mapping(mmap.mmap):
     def tensor(self, offset: int = 0) -> Tensor:
         """[bytes] uint8 from ``offset`` on, which keeps the memory alive."""
         return torch.frombuffer(self, dtype=torch.uint8, offset=offset)
+
+    def rewrite(self, offset: int) -> None:
+        """Write what is there again, from ``offset`` on, so that the disk gets all of it anew."""
+        for begin in range(offset, len(self), _PORTION):
+            part = slice(begin, begin + _PORTION)
+            self[part] = self[part]
 
     def read_ahead(self, on: bool) -> None:
         """Rows are looked up all over a file, so reading ahead is for scans only."""
