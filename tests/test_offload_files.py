@@ -103,6 +103,8 @@ def test_a_file_has_no_name_before_its_first_flush(path: Path) -> None:
         HostTable.create("users", NUM_ROWS, LAYOUT, seed=0, storage=path)
     table.close()
     assert list(path.parent.iterdir()) == []
+    HostTable.create("users", NUM_ROWS, LAYOUT, seed=0, storage=path)  # and let it go
+    assert list(path.parent.iterdir()) == []
 
     path.with_name(path.name + ".partial").write_bytes(b"of a process that was killed" * 1000)
     create(path).close()
@@ -167,12 +169,15 @@ def test_a_file_that_is_replaced_while_it_is_opened(
     table.close()
 
 
-def test_a_forked_process_neither_keeps_nor_breaks_the_lock(path: Path) -> None:
+@pytest.mark.parametrize("closing", [True, False])
+def test_a_forked_process_neither_keeps_nor_breaks_the_lock(path: Path, closing: bool) -> None:
+    """Also that of a table which nobody closes, and which is collected."""
     table = create(path)
     done_read, done = os.pipe()
     child = os.fork()
     if child == 0:
-        table.close()
+        if closing:
+            table.close()
         os.write(done, b"x")
         time.sleep(30)
         os._exit(0)
@@ -180,7 +185,9 @@ def test_a_forked_process_neither_keeps_nor_breaks_the_lock(path: Path) -> None:
         os.read(done_read, 1)
         with pytest.raises(FileInUseError):
             HostTable.open(path, name="users")
-        table.close()
+        if closing:
+            table.close()
+        del table
         HostTable.open(path, name="users").close()
     finally:
         os.kill(child, signal.SIGKILL)

@@ -275,9 +275,8 @@ class TableFile:
         self.doubtful = False
         self._partial = partial
         self._replace = False
-        self._owner = os.getpid()
         self._descriptor = descriptor
-        self._release = weakref.finalize(self, os.close, descriptor)
+        self._release = weakref.finalize(self, _release, descriptor, _partial(path), os.getpid())
 
     @classmethod
     def create(cls, path: Path, header: FileHeader, *, replace: bool = False) -> TableFile:
@@ -383,14 +382,9 @@ class TableFile:
     def close(self) -> None:
         """Unlock the file; one that was never flushed is removed. Idempotent.
 
-        The memory stays while tensors show it, but nobody keeps others from the file any more.
+        The memory stays while tensors show it, but nobody keeps others from the file any more. The
+        same happens when this object is collected.
         """
-        if not self._release.alive:
-            return
-        if os.getpid() == self._owner:  # a forked process shares the lock, which is not its own
-            if self._partial and _names(_partial(self.path), self._descriptor):
-                _partial(self.path).unlink()
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         self._release()
 
     def _write_header(self, header: FileHeader) -> None:
@@ -430,6 +424,17 @@ def _open_locked(path: Path, flags: int) -> int:
                 raise FileInUseError(path) from None
             raise
         os.close(descriptor)  # renamed or replaced before it was locked
+
+
+def _release(descriptor: int, partial: Path, owner: int) -> None:
+    """Close a file that process ``owner`` has locked, and remove it if it is called ``partial``."""
+    try:
+        if os.getpid() == owner:  # a forked process shares the lock, which is not its own
+            if _names(partial, descriptor):
+                partial.unlink()
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # or those that were forked would keep it
+    finally:
+        os.close(descriptor)
 
 
 def _names(path: Path, descriptor: int) -> bool:
