@@ -344,8 +344,18 @@ def test_a_module_that_cannot_be_made_leaves_the_name_free(stored: bool, tmp_pat
     with raises(ValueError, "'t'"):
         offload.Embedding(20, 3, engine=engine, table="t")
     assert list(engine.tables) == ["t"]
+    with pytest.raises((AssertionError, ValueError)):
+        offload.Embedding(20, 3, padding_idx=20, engine=engine, table="other")
     engine.close()
     assert [path.name for path in tmp_path.iterdir()] == (["t.fetab"] if stored else [])
+    if stored:
+        kept = new_engine(cache=8, storage=tmp_path, resume=True)
+        with pytest.raises((AssertionError, ValueError)):
+            offload.Embedding(20, 3, padding_idx=20, engine=kept, table="t")
+        kept.close()
+        again = new_engine(cache=8, storage=tmp_path, resume=True)
+        offload.Embedding(20, 3, engine=again, table="t")
+        again.close()
 
 
 def test_files_stay_where_they_are_when_the_process_changes_its_directory(

@@ -554,7 +554,9 @@ class OffloadEngine:
             self.transfers.close()
             for table in self.tables.values():
                 table.close()
-            self.tables = {}
+            for host, _ in self._hosts.values():
+                host.close()
+            self.tables, self._hosts = {}, {}
 
     def __enter__(self) -> OffloadEngine:
         return self
