@@ -69,6 +69,9 @@ def test_memory_is_of_exactly_the_size_of_the_records() -> None:
     }
     table.fields["weight"][3] = 1
     assert table.records[3].any()
+    size = (1 << 50) * LAYOUT.record_bytes
+    with pytest.raises(OSError, match=rf"'t' needs {size} bytes of memory \(Cannot allocate"):
+        HostTable.create("t", 1 << 50, LAYOUT, seed=0)
 
 
 @pytest.mark.parametrize(

@@ -304,9 +304,12 @@ class TableFile:
             os.posix_fallocate(descriptor, 0, header.file_bytes)
             os.pwrite(descriptor, page, 0)
             file = cls(path, descriptor, header, True)
-        except BaseException:
+        except BaseException as error:
             partial.unlink()
             os.close(descriptor)
+            if isinstance(error, OSError):
+                what = f"table {header.name!r} needs {header.file_bytes} bytes ({error.strerror})"
+                raise OSError(error.errno, what, str(path)) from error
             raise
         file._replace = replace
         return file

@@ -100,7 +100,12 @@ class HostTable:
         header = FileHeader(name, num_rows, layout, seed)
         if storage is not None:
             return cls._of_file(TableFile.create(storage, header), 0)
-        memory = _mapping.Mapping.anonymous(num_rows * layout.record_bytes)
+        size = num_rows * layout.record_bytes
+        try:
+            memory = _mapping.Mapping.anonymous(size)
+        except OSError as error:
+            what = f"table {name!r} needs {size} bytes of memory ({error.strerror})"
+            raise OSError(error.errno, what) from error
         if pin:
             memory.pin(f"table {name!r}")
         records = memory.tensor().view(num_rows, layout.record_bytes)
