@@ -30,7 +30,7 @@ from torch import nn
 import fastemb
 from fastemb import offload
 from fastemb.offload import IntegrityError, OffloadEngine
-from fastemb.offload._file import FileGoneError
+from fastemb.offload._file import DirtyFileError, FileGoneError
 
 pytestmark = limits
 
@@ -302,6 +302,27 @@ def test_torn_rows_are_reset_before_an_optimizer_makes_room(tmp_path: Path) -> N
     state = optimizer.state_dict()["state"][0]
     assert float(state["step"]) == 8
     assert "max_exp_avg_sq" in state
+    again.close()
+
+
+def test_torn_rows_keep_no_other_table_from_the_disk(tmp_path: Path) -> None:
+    case = Case((TableCase(), TableCase(bag=False)))
+    engine, _, _ = run_files(case, tmp_path, case.batches())
+    engine.transfers.close()
+    for table in engine.tables.values():
+        table.host.mark_dirty()
+    engine.tables["t0"].host.records[3, 20] ^= 1
+    for table in engine.tables.values():
+        table.host.close()
+    with pytest.warns(RuntimeWarning, match="was not flushed"):
+        engine, model, _ = run_files(case, tmp_path, [], resume=True, recover=True)
+    with raises(IntegrityError, "'t0', row 3", "torn"):
+        engine.close()
+    again = new_engine(cache=18, storage=tmp_path, resume=True)
+    with raises(DirtyFileError, "t0.fetab"):
+        offload.EmbeddingBag(20, 3, engine=again, table="t0")
+    kept = offload.Embedding(20, 3, engine=again, table="t1")
+    assert torch.equal(kept.weight, model.t1.weight)
     again.close()
 
 

@@ -376,8 +376,9 @@ class OffloadEngine:
         """Bring all host tables up to date, and files to the disk, where they are then clean.
 
         Raises:
-            FileGoneError, OSError: a file was removed, or its disk fails; it stays dirty. All
-                tables are up to date in memory.
+            FileGoneError, OSError: a file was removed, or its disk fails; it stays dirty, the
+                others do not. All tables are up to date in memory.
+            IntegrityError: the same for a file with torn rows, or such as its disk has lost.
         """
         self._update()
         self._save()
@@ -388,15 +389,15 @@ class OffloadEngine:
             table.update()
 
     def _save(self) -> None:
-        """All files; that the disk of one fails is raised after the others."""
-        failed: BaseException | None = None
+        """All files; that one cannot be clean is raised after the others."""
+        errors: list[BaseException] = []
         for table in self.tables.values():
             try:
                 table.save()
-            except (FileGoneError, OSError) as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
+            except (FileGoneError, IntegrityError, OSError) as error:
+                errors.append(error)
+        if errors:
+            raise together(errors)
 
     def verify(self) -> dict[str, list[int]]:
         """Name of each table -> rows whose record on the host is wrong, after `flush`."""
