@@ -134,6 +134,39 @@ def test_no_space_is_an_error_at_creation(path: Path, monkeypatch: pytest.Monkey
     assert list(path.parent.iterdir()) == []
 
 
+def test_a_copy_that_leaves_out_zeros_gets_its_space(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``cp --sparse=always`` makes it; there may be no space when the zeros are written to."""
+    layout = RecordLayout([Field("weight", torch.float32, 8192)])
+    table = HostTable.create("users", 4, layout, seed=0, storage=path)
+    table.seal()
+    table.flush(0)
+    table.close()
+    whole = path.read_bytes()
+    path.unlink()
+    with path.open("wb") as file:
+        for begin in range(0, len(whole), 4096):
+            page = whole[begin : begin + 4096]
+            if any(page):
+                file.seek(begin)
+                file.write(page)
+        file.truncate(len(whole))
+    assert path.stat().st_blocks * 512 < len(whole)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OSError, match=rf"'users' needs {len(whole)} bytes .*table\.emb"):
+            HostTable.open(path, name="users")
+    table = HostTable.open(path, name="users")
+    assert path.stat().st_blocks * 512 >= len(whole)
+    assert table.verify() == []
+    table.close()
+
+
 def test_one_at_a_time(path: Path) -> None:
     table = create(path)
     view = table.fields["weight"]

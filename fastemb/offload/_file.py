@@ -300,16 +300,12 @@ class TableFile:
         descriptor = _open_locked(partial, os.O_RDWR | os.O_CREAT)
         try:
             os.ftruncate(descriptor, 0)  # what a process that was killed has left
-            # A hole in the file would end the process with SIGBUS when the disk is full later.
-            os.posix_fallocate(descriptor, 0, header.file_bytes)
+            _reserve(descriptor, path, header)
             os.pwrite(descriptor, page, 0)
             file = cls(path, descriptor, header, True)
-        except BaseException as error:
+        except BaseException:
             partial.unlink()
             os.close(descriptor)
-            if isinstance(error, OSError):
-                what = f"table {header.name!r} needs {header.file_bytes} bytes ({error.strerror})"
-                raise OSError(error.errno, what, str(path)) from error
             raise
         file._replace = replace
         return file
@@ -322,6 +318,7 @@ class TableFile:
             FileNotFoundError: it is not there.
             FileInUseError: another process has it open, or this one.
             FileFormatError: it is not the file of a table, or not whole.
+            OSError: there is no space for what it leaves out, no permission, ...
         """
         path = path.resolve()
         descriptor = _open_locked(path, os.O_RDWR)
@@ -332,6 +329,8 @@ class TableFile:
                 kind = "truncated" if size < header.file_bytes else "too long"
                 wanted = f"{header.file_bytes} bytes for {header.num_rows} records"
                 raise FileFormatError(path, wanted, f"{size} bytes ({kind})")
+            if os.lseek(descriptor, 0, os.SEEK_HOLE) < size:  # a copy that leaves out zeros
+                _reserve(descriptor, path, header)
             return cls(path, descriptor, header, False)
         except BaseException:
             os.close(descriptor)
@@ -411,6 +410,15 @@ def _partial(path: Path) -> Path:
 def _require_absent(path: Path) -> None:
     if path.exists():
         raise FileExistsError(f"{path} exists: open it, or remove it first")
+
+
+def _reserve(descriptor: int, path: Path, header: FileHeader) -> None:
+    """A hole in the file would end the process with SIGBUS when the disk is full later."""
+    try:
+        os.posix_fallocate(descriptor, 0, header.file_bytes)
+    except OSError as error:
+        what = f"table {header.name!r} needs {header.file_bytes} bytes ({error.strerror})"
+        raise OSError(error.errno, what, str(path)) from error
 
 
 def _open_locked(path: Path, flags: int) -> int:
