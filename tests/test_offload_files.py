@@ -203,6 +203,32 @@ def test_a_file_that_is_replaced_while_it_is_opened(
     table.close()
 
 
+def test_a_forked_process_writes_nothing(path: Path) -> None:
+    """Its memory is that of the file, but it knows of the other's changes nothing."""
+    table = create(path)
+    before = path.read_bytes()
+    row, record = torch.tensor([1]), table.records[2:3].clone()
+    child = os.fork()
+    if child == 0:
+        refused = 0
+        for write in (
+            table.mark_dirty,
+            table.seal,
+            lambda: table.scatter(row, record, row),
+            lambda: table.flush(6),
+        ):
+            try:
+                write()
+            except FileInUseError as error:
+                refused += "in another process" in str(error)
+        os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
+    assert path.read_bytes() == before
+    table.seal(row)
+    table.flush(6)
+    table.close()
+
+
 @pytest.mark.parametrize("closing", [True, False])
 def test_a_forked_process_neither_keeps_nor_breaks_the_lock(path: Path, closing: bool) -> None:
     """Also that of a table which nobody closes, and which is collected."""

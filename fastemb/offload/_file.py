@@ -275,8 +275,9 @@ class TableFile:
         self.doubtful = False
         self._partial = partial
         self._replace = False
+        self._owner = os.getpid()
         self._descriptor = descriptor
-        self._release = weakref.finalize(self, _release, descriptor, _partial(path), os.getpid())
+        self._release = weakref.finalize(self, _release, descriptor, _partial(path), self._owner)
 
     @classmethod
     def create(cls, path: Path, header: FileHeader, *, replace: bool = False) -> TableFile:
@@ -346,7 +347,12 @@ class TableFile:
         self.mapping.rewrite(HEADER_BYTES)
 
     def mark_dirty(self) -> None:
-        """Return once the disk has a header that says that records are being written."""
+        """Return once the disk has a header that says that records are being written.
+
+        Raises:
+            FileInUseError: this is a process that was forked from the one that has opened it.
+        """
+        self._require_owner()
         if self.header.clean:
             self._write_header(replace(self.header, clean=False))
 
@@ -355,8 +361,10 @@ class TableFile:
 
         Raises:
             FileGoneError: see `require_named`; the header stays as it was.
+            FileInUseError: as `mark_dirty`.
             OSError: the disk does not take it; the file stays dirty.
         """
+        self._require_owner()
         self.require_named()
         header = replace(self.header, clean=clean, step=step, optimizer_step=optimizer_step)
         try:
@@ -388,6 +396,10 @@ class TableFile:
         same happens when this object is collected.
         """
         self._release()
+
+    def _require_owner(self) -> None:
+        if os.getpid() != self._owner:  # whose memory of the file this is, too
+            raise FileInUseError(self.path)
 
     def _write_header(self, header: FileHeader) -> None:
         if header.clean:

@@ -277,6 +277,9 @@ class HostTable:
         """Before records are written: from now on the file on the disk says that they are.
 
         Returns once it does; cheap when it did already. Nothing for tables in RAM.
+
+        Raises:
+            FileInUseError: this process was forked from the one that has opened the file.
         """
         self._require_open()
         if self._file is not None:
