@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+import stat
 import weakref
 from pathlib import Path
 
@@ -384,6 +385,8 @@ def test_a_table_with_other_fields(tmp_path: Path, in_file: bool) -> None:
     old.optimizer_step = 3.0
     old.seal(torch.tensor([1]))
     old.flush(8)
+    if path is not None:
+        path.chmod(0o600)
     fields = {name: field.clone() for name, field in old.fields.items()}
     if path is not None:
         old.close()
@@ -404,6 +407,7 @@ def test_a_table_with_other_fields(tmp_path: Path, in_file: bool) -> None:
         if path is None:
             break
         assert list(tmp_path.iterdir()) == [path]
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
         new.close()
         new = HostTable.open(path, name="t", layout=ADDED)
     new.close()

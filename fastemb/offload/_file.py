@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 import struct
 import sys
 import weakref
@@ -286,7 +287,7 @@ class TableFile:
         Args:
             path: where it will be.
             header: what it will be; not clean.
-            replace: whether it may take the place of a file that is there.
+            replace: whether it may take the place of a file that is there, with its mode.
 
         Raises:
             FileExistsError: ``path`` is there.
@@ -302,6 +303,8 @@ class TableFile:
         try:
             os.ftruncate(descriptor, 0)  # what a process that was killed has left
             _reserve(descriptor, path, header)
+            if replace and path.exists():
+                os.fchmod(descriptor, stat.S_IMODE(path.stat().st_mode))
             os.pwrite(descriptor, page, 0)
             file = cls(path, descriptor, header, True)
         except BaseException:
