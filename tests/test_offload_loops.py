@@ -617,6 +617,20 @@ def test_close_brings_the_tables_up_to_date_and_ends_the_engine() -> None:
         list(engine.prefetch(batches, ids=ids_of))
 
 
+def test_a_loop_whose_engine_was_closed_is_over() -> None:
+    batches = CASE.batches()
+    engine, model, optimizer = offloaded(depth=1)
+    loop = iter(engine.prefetch(batches, ids=ids_of))
+    step(model, optimizer, next(loop))
+    engine.close()
+    for _ in batches:  # the second has been looked ahead for, the others have not
+        with raises(RuntimeError, "the OffloadEngine is closed"):
+            next(loop)
+    engine, *_ = offloaded()
+    for _ in engine.prefetch(batches[:1], ids=ids_of):
+        engine.close()
+
+
 def test_a_with_block_closes_the_engine_also_after_an_error() -> None:
     batches = CASE.batches()
     engine, model, optimizer = offloaded()

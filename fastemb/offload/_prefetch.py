@@ -90,14 +90,14 @@ class Prefetcher(Generic[Batch]):
 
     def _batches(self, looking: LookAhead[Batch]) -> Generator[Batch, None, None]:
         engine, ahead = self._engine, looking.ahead
-        engine.check()
         try:
             while True:
                 self._look_ahead(looking)
+                if not ahead:
+                    return
+                engine.check()
                 with engine.lock:  # or a lookup of another thread could have the rows give way
                     self._bring(ahead)
-                    if not ahead:
-                        return
                     if ahead[0].error is not None:
                         raise ahead.popleft().error  # type: ignore[misc]
                     rows = ahead[0].held
