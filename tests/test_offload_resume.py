@@ -379,6 +379,22 @@ def test_a_module_that_cannot_be_made_leaves_the_name_free(stored: bool, tmp_pat
         again.close()
 
 
+def test_tables_from_files_have_checksums_of_their_own(tmp_path: Path) -> None:
+    """Whatever the order in which engines have made them."""
+    engine = new_engine(cache=8, storage=tmp_path)
+    first = offload.Embedding(20, 3, engine=engine, table="first")
+    first(torch.tensor([1]))
+    engine.close()
+    again = new_engine(cache=8, storage=tmp_path, resume=True)
+    with pytest.warns(RuntimeWarning, match="begins anew"):
+        modules = [offload.Embedding(20, 3, engine=again, table=f"new {k}") for k in range(4)]
+    modules.append(offload.Embedding(20, 3, engine=again, table="first"))
+    for module in modules:
+        module(torch.tensor([1]))
+    assert len({table.host.seed for table in again.tables.values()}) == 5
+    again.close()
+
+
 def test_files_stay_where_they_are_when_the_process_changes_its_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from hashlib import blake2b
 from itertools import count
 from pathlib import Path
 from threading import RLock
@@ -229,7 +230,7 @@ class OffloadEngine:
                 + ("on meta" if weight.is_meta else "that was made in torch.inference_mode()")
             )
         slots = self._slots_of(name, len(weight))
-        table = Table(self, name, weight, slots, self._policy, self._next_seed())
+        table = Table(self, name, weight, slots, self._policy, self._next_seed(name))
         if name in self._hosts:
             table.take(*self._hosts.pop(name), dtype)
         elif (host := self._existing(name)) is not None:
@@ -267,7 +268,7 @@ class OffloadEngine:
         else:
             layout = RecordLayout((Field("weight", dtype, embedding_dim),))
             host = HostTable.create(
-                name, num_embeddings, layout, seed=self._next_seed(), storage=self._path(name)
+                name, num_embeddings, layout, seed=self._next_seed(name), storage=self._path(name)
             )
         self._hosts[name] = (host, resumed)
         return host.fields["weight"], resumed
@@ -312,9 +313,13 @@ class OffloadEngine:
         self.step = max(self.step, host.step)
         return host
 
-    def _next_seed(self) -> int:
-        """Tables have checksums of their own: records of one are none of another."""
-        return (self._seed * 1_000_003 + next(self._seeds)) % 2**63
+    def _next_seed(self, name: str) -> int:
+        """Tables have checksums of their own: records of one are none of another.
+
+        Also of one from a file, to which another engine has given the same number.
+        """
+        said = f"{self._seed} {next(self._seeds)} {name}".encode("utf-8", "surrogatepass")
+        return int.from_bytes(blake2b(said, digest_size=8).digest(), "little") >> 1
 
     def _slots_of(self, name: str, rows: int) -> int:
         size = self._cache
