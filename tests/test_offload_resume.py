@@ -483,6 +483,40 @@ def test_a_disk_that_fails_keeps_no_checkpoint_from_another_one(
     again.close()
 
 
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_rows_stay_in_the_cache_while_the_disk_fails(
+    prefetch: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file must be called dirty before the first of them leaves."""
+    case = Case((TableCase(rows=60),), steps=12)
+    data = case.batches()
+    engine = new_engine(cache=14, storage=tmp_path)
+    model, optimizer = build(case, engine)
+    errors = 0
+
+    def failing(_: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    for before, batch in zip(data[::2], data[1::2], strict=True):
+        engine.flush()
+        train_case(case, model, optimizer, [before])
+        loader = engine.prefetch([batch], ids=ids_of) if prefetch else [batch]
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fdatasync", failing)
+            try:
+                train_case(case, model, optimizer, loader)
+                continue
+            except OSError:
+                errors += 1
+        train_case(case, model, optimizer, loader)
+    assert errors
+    want, want_optimizer = build(case, None)
+    train_case(case, want, want_optimizer, data)
+    assert saved(model, optimizer) == saved(want, want_optimizer)
+    assert engine.verify() == {"t0": []}
+    engine.close()
+
+
 def test_a_file_that_is_gone_keeps_no_checkpoint_from_another_disk(tmp_path: Path) -> None:
     case = Case()
     engine, model, optimizer = run_files(case, tmp_path, case.batches())

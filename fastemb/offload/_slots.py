@@ -6,7 +6,7 @@ of the user, so all of it is tensor operations, and as few as possible that jump
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -116,13 +116,19 @@ class SlotMap:
         self._torn = False
         self.clear()
 
-    def plan(self, rows: Tensor, counts: Tensor | None = None) -> Plan:
+    def plan(
+        self,
+        rows: Tensor,
+        counts: Tensor | None = None,
+        before_eviction: Callable[[], None] = lambda: None,
+    ) -> Plan:
         """Find or make a slot for each of ``rows``, and pin it.
 
         Args:
             rows: [n] int64, ascending and distinct.
             counts: [n] integers of at least 1, how often each row occurs in the batch (for
                 ``"lfu"``); None: once.
+            before_eviction: called where rows must be written back, before anything is changed.
 
         Raises:
             CacheTooSmallError: they do not fit in beside the slots that are pinned already.
@@ -158,8 +164,11 @@ class SlotMap:
                 dirty = (self._content.index_select(0, victims) == _DIRTY).nonzero().view(-1)
                 plan = Plan(slots, missing, evicted[dirty], victims[dirty])
                 new_rows, new_slots = rows.index_select(0, missing), chosen.int()
+                if len(dirty):
+                    before_eviction()
             except BaseException:
                 self._pins.scatter_(0, slots, pins)
+                self._ranking.forget()  # which takes the victims for gone
                 self._torn = False
                 raise
             self._num_free -= len(missing) - len(victims)

@@ -89,13 +89,12 @@ class Table(TrainedTable):
 
     def _bring(self, rows: Tensor, counts: Tensor) -> HeldRows:
         engine = self.engine
-        plan = self.slots.plan(rows, counts)
+        plan = self.slots.plan(rows, counts, self.host.mark_dirty)
         evicted, missing = plan.evicted_rows, rows.index_select(0, plan.missing)
         try:
             held = HeldRows(self, rows, plan.slots)
             stored = self.stored  # what this plan evicts is none of its own rows
             if len(evicted):
-                self.host.mark_dirty()
                 engine.transfers.write_back(self, evicted, plan.evicted_slots, engine.step)
                 evicted = evicted[:0]
             self._fetch(missing, plan.slots.index_select(0, plan.missing), stored)
