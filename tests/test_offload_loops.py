@@ -249,6 +249,25 @@ def test_an_iterator_that_is_kept_holds_its_rows_until_it_is_dropped() -> None:
     assert saved(model, optimizer) == in_memory(CASE, [batches[0], *batches, batches[1]])
 
 
+def test_the_collector_may_end_a_loop_on_a_lane_that_is_waited_for() -> None:
+    def delay(label: str) -> None:
+        if label == "drain":
+            gc.collect()
+
+    batches = CASE.batches()
+    engine, model, optimizer = offloaded(make_lane=lambda *given: Lane(*given, delay=delay))
+    loop = [iter(engine.prefetch(batches, ids=ids_of))]
+    step(model, optimizer, next(loop[0]))
+    ended = weakref.ref(loop[0])
+    loop.append(loop)  # a cycle
+    del loop
+    engine.flush()
+    assert ended() is None
+    assert pinned(engine) == 0
+    steps(model, optimizer, engine.prefetch(batches[1:], ids=ids_of))
+    assert saved(model, optimizer) == in_memory(CASE, batches)
+
+
 def test_a_kept_iterator_is_named_where_its_rows_are_in_the_way() -> None:
     engine, _, _ = offloaded(Case((TableCase(rows=60),)), cache=16, depth=2)
     first, *others = [{"t0": torch.arange(begin, begin + 10)} for begin in (0, 10, 20, 30)]

@@ -113,7 +113,7 @@ class Prefetcher(Generic[Batch]):
                     engine.batches += 1
                     yield ahead.popleft().batch  # type: ignore[misc]
                 finally:
-                    with engine.lock, uninterrupted:
+                    with uninterrupted:
                         for table, held in zip(tables, rows, strict=True):
                             table.end(held)
                             del held

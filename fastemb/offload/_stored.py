@@ -63,6 +63,8 @@ class StoredTable:
         lock: of the engine.
         pins: those of all `HeldRows`.
         released: of these the ones that are to be taken away.
+        current: what lookups find without asking for it, the last of them.
+        ended: of these the ones that they shall no longer find.
     """
 
     host: HostTable
@@ -94,6 +96,7 @@ class StoredTable:
         self.pins: set[Pins] = set()
         self.released: deque[Pins] = deque()
         self.current: list[HeldRows] = []
+        self.ended: deque[HeldRows] = deque()
         self._engine = weakref.ref(engine)
         self._weight = weakref.ref(weight)
         self._policy: Policy = policy

@@ -10,6 +10,7 @@ from torch import Tensor
 from fastemb import _reference
 from fastemb.offload._held import HeldRows
 from fastemb.offload._interrupts import uninterrupted
+from fastemb.offload._modes import outside_modes
 from fastemb.offload._slots import CacheTooSmallError
 from fastemb.offload._stored import alone
 from fastemb.offload._trained import TrainedTable
@@ -125,21 +126,42 @@ class Table(TrainedTable):
     @alone
     def begin(self, held: HeldRows) -> None:
         """Lookups find these rows, and only these, from now on, until `end`."""
+        self._end_those_over()
         with uninterrupted:
             if self.current:
                 self._hide(self.current[-1])
             self.current.append(held)
             self._show(held)
 
-    @alone
     def end(self, held: HeldRows) -> None:
-        """`begin` no longer holds; what held before does again."""
-        with uninterrupted:
-            self._hide(held)
-            if held in self.current:
-                self.current.remove(held)
-            if self.current:
-                self._show(self.current[-1])
+        """`begin` no longer holds; what held before does again.
+
+        At once, or by the next `settle` where another thread has the lock: the collector may be
+        what ends a loop, on a lane that this other thread waits for.
+        """
+        self.ended.append(held)
+        if self.lock.acquire(blocking=False):
+            try:
+                self._end_those_over()
+            finally:
+                self.lock.release()
+
+    @alone
+    def settle(self) -> None:
+        """See `StoredTable.settle`."""
+        self._end_those_over()
+        super().settle()
+
+    @outside_modes
+    def _end_those_over(self) -> None:
+        while self.ended:
+            with uninterrupted:
+                held = self.ended.popleft()
+                self._hide(held)
+                if held in self.current:
+                    self.current.remove(held)
+                if self.current:
+                    self._show(self.current[-1])
 
     def _show(self, held: HeldRows) -> None:
         rows, slots = (self._sent(x) for x in (held.rows, held.slots.int()))
