@@ -134,6 +134,45 @@ def test_no_space_is_an_error_at_creation(path: Path, monkeypatch: pytest.Monkey
     assert list(path.parent.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("where", "call", "text"),
+    [
+        (_file.fcntl, "flock", "its file system cannot lock a table"),
+        (Mapping, "madvise", "a table cannot be mapped from there"),
+    ],
+)
+def test_a_file_system_that_cannot_keep_tables(
+    where: object, call: str, text: str, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    create(path).close()
+    monkeypatch.setattr(where, call, missing)
+    for action in (
+        lambda: create(path.with_name("other.emb")),
+        lambda: HostTable.open(path, name="users"),
+    ):
+        with pytest.raises(OSError, match=rf"{text} \(Function not.*\.emb") as caught:
+            action()
+        assert caught.value.errno == 38
+
+
+def test_a_file_system_that_synchronises_no_directories(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fsync(_: int) -> None:
+        raise OSError(errors[0], "no fsync")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    errors = [22]
+    create(path).close()
+    HostTable.open(path, name="users").close()
+    errors = [5]
+    with pytest.raises(OSError, match=r"the name of a table .*\(no fsync\)"):
+        create(path.with_name("other.emb"))
+
+
 def test_a_copy_that_leaves_out_zeros_gets_its_space(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ half of another. Nothing is unpickled.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
@@ -272,7 +273,10 @@ class TableFile:
     def __init__(self, path: Path, descriptor: int, header: FileHeader, partial: bool) -> None:
         self.path = path
         self.header = header
-        self.mapping = Mapping.of_file(descriptor, header.file_bytes)
+        try:
+            self.mapping = Mapping.of_file(descriptor, header.file_bytes)
+        except OSError as error:
+            raise _named(error, "a table cannot be mapped from there", path) from error
         self.doubtful = False
         self._partial = partial
         self._replace = False
@@ -377,8 +381,8 @@ class TableFile:
             self.doubtful = False
             self._write_header(header)
         except OSError as error:
-            what = f"table {header.name!r} does not come to the disk ({error.strerror})"
-            raise OSError(error.errno, what, str(self.path)) from error
+            what = f"table {header.name!r} does not come to the disk"
+            raise _named(error, what, self.path) from error
         if self._partial:
             if not self._replace:
                 _require_absent(self.path)
@@ -432,8 +436,8 @@ def _reserve(descriptor: int, path: Path, header: FileHeader) -> None:
     try:
         os.posix_fallocate(descriptor, 0, header.file_bytes)
     except OSError as error:
-        what = f"table {header.name!r} needs {header.file_bytes} bytes ({error.strerror})"
-        raise OSError(error.errno, what, str(path)) from error
+        what = f"table {header.name!r} needs {header.file_bytes} bytes"
+        raise _named(error, what, path) from error
 
 
 def _open_locked(path: Path, flags: int) -> int:
@@ -441,15 +445,27 @@ def _open_locked(path: Path, flags: int) -> int:
     while True:
         descriptor = os.open(path, flags, 0o666)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(descriptor, path)
             if _names(path, descriptor):
                 return descriptor
-        except BaseException as error:
+        except BaseException:
             os.close(descriptor)
-            if isinstance(error, BlockingIOError):
-                raise FileInUseError(path) from None
             raise
         os.close(descriptor)  # renamed or replaced before it was locked
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise FileInUseError(path) from None
+    except OSError as error:  # such as those of Lustre without "flock"
+        raise _named(error, "its file system cannot lock a table", path) from error
+
+
+def _named(error: OSError, what: str, path: Path) -> OSError:
+    """The error of a call that knows of no path."""
+    return OSError(error.errno, f"{what} ({error.strerror})", str(path))
 
 
 def _release(descriptor: int, partial: Path, owner: int) -> None:
@@ -474,5 +490,8 @@ def _sync_directory(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EBADF, errno.EINVAL):  # where there is no such thing
+            raise _named(error, "the name of a table does not come to the disk", path) from error
     finally:
         os.close(descriptor)
