@@ -356,9 +356,10 @@ class OffloadEngine:
 
         Returns:
             An iterable with the length of the loader. It may be iterated again, as the loader may;
-            of a loader that is its own iterator, such as a generator, no batch is lost then. When
-            a lookup or another loop needs their place, rows that are only looked ahead for give
-            way and are fetched again.
+            of a loader that is its own iterator, such as a generator, no batch is lost then. But
+            another call of `prefetch` does not get what this one has looked ahead for: make one
+            for all loops over it. When a lookup or another loop needs their place, rows that are
+            only looked ahead for give way and are fetched again.
 
         Raises:
             When iterated: `CacheTooSmallError`, `IntegrityError`, IndexError, TypeError,
