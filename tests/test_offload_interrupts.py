@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -134,6 +135,26 @@ def test_a_first_use_that_is_interrupted_is_begun_anew(
     engine, model, optimizer = offloaded(storage=tmp_path if files else None)
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "copy_", _interrupted(torch.Tensor.copy_, 1))
+        with pytest.raises(KeyboardInterrupt):
+            model.state_dict()
+    steps(model, optimizer, batches)
+    assert saved(model, optimizer) == in_memory(CASE, batches)
+    engine.close()
+
+
+def test_an_interrupt_while_a_file_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = CASE.batches()
+    engine, model, optimizer = offloaded(storage=tmp_path)
+    rename = os.replace
+
+    def interrupted(old: Path, new: Path) -> None:
+        rename(old, new)
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", interrupted)
         with pytest.raises(KeyboardInterrupt):
             model.state_dict()
     steps(model, optimizer, batches)

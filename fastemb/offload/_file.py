@@ -36,6 +36,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fastemb.offload._interrupts import uninterrupted
 from fastemb.offload._layout import Field, RecordLayout
 from fastemb.offload._mapping import Mapping
 
@@ -386,8 +387,9 @@ class TableFile:
         if self._partial:
             if not self._replace:
                 _require_absent(self.path)
-            os.replace(_partial(self.path), self.path)
-            self._partial = False
+            with uninterrupted:
+                os.replace(_partial(self.path), self.path)
+                self._partial = False
             _sync_directory(self.path.parent)
 
     def require_named(self) -> None:
