@@ -376,14 +376,14 @@ class TableFile:
         self.require_named()
         header = replace(self.header, clean=clean, step=step, optimizer_step=optimizer_step)
         try:
-            self.doubtful = True
             os.fdatasync(self._descriptor)  # most of the work, and without the GIL
             self.mapping.flush()
-            self.doubtful = False
             self._write_header(header)
         except OSError as error:
+            self.doubtful = True
             what = f"table {header.name!r} does not come to the disk"
             raise _named(error, what, self.path) from error
+        self.doubtful = False
         if self._partial:
             if not self._replace:
                 _require_absent(self.path)
