@@ -359,10 +359,15 @@ class TableFile:
 
         Raises:
             FileInUseError: this is a process that was forked from the one that has opened it.
+            OSError: the disk does not take it.
         """
         self._require_owner()
         if self.header.clean:
-            self._write_header(replace(self.header, clean=False))
+            try:
+                self._write_header(replace(self.header, clean=False))
+            except OSError as error:
+                what = f"table {self.header.name!r} cannot be called dirty on the disk"
+                raise _named(error, what, self.path) from error
 
     def flush(self, *, clean: bool, step: int, optimizer_step: float) -> None:
         """Bring records, then the header to the disk; the first time, give the file its name.

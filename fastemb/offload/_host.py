@@ -280,6 +280,7 @@ class HostTable:
 
         Raises:
             FileInUseError: this process was forked from the one that has opened the file.
+            OSError: the disk does not take it.
         """
         self._require_open()
         if self._file is not None:
