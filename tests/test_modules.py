@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import fastemb
 from fastemb import _memory
@@ -523,6 +524,15 @@ def test_tied_head_converted_with_a_gradient() -> None:
     model["table"](torch.tensor([1])).float().sum().backward()
     assert weight.grad.dtype == torch.float32
     assert weight.grad.sum(1).tolist() == [4, 8, 4, 4, 4]
+
+
+@both
+def test_a_weight_that_is_computed_is_reset(kind: type) -> None:
+    """As pruning and the old weight_norm compute it, before each lookup, from another parameter."""
+    module = kind(5, 3)
+    prune.random_unstructured(module, "weight", 0.5)
+    module.reset_parameters()
+    assert module(IDS).shape[-1] == 3
 
 
 # ---- huge pages ----------------------------------------------------------------------------------

@@ -113,9 +113,11 @@ class Table(nn.Module):
         return cast(Tensor, self.weight)
 
     def reset_parameters(self) -> None:
-        wake_all(self._parameter())  # what sleeps is owed to the old values
-        # First touch decides the page size, so the advice comes before the initialisation.
-        advise_huge_pages(self._parameter())
+        wake_all(*self.parameters())  # what sleeps is owed to the old values
+        weight = self._parameters.get("weight")  # None where it is computed, by pruning, say
+        if weight is not None:
+            # First touch decides the page size, so the advice comes before the initialisation.
+            advise_huge_pages(weight)
         super().reset_parameters()  # type: ignore[misc]
 
     def extra_repr(self) -> str:
