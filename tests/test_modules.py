@@ -464,6 +464,17 @@ def test_conversions_between_dtypes_with_a_gradient(kind: type) -> None:
         module(IDS).sum().mul(0).backward()  # accumulates into it
 
 
+@both
+@pytest.mark.filterwarnings("ignore:Complex modules")
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e5m2])
+def test_gradients_of_what_no_lookup_takes(kind: type, dtype: torch.dtype) -> None:
+    """A head that shares the weight may: its gradients are those of torch."""
+    module = kind(5, 3, dtype=torch.float16)
+    module.weight.grad = torch.ones(5, 3)
+    module.to(dtype)
+    assert module.weight.grad.dtype == module.weight.grad_dtype == dtype
+
+
 def test_gradient_that_was_there_before_grad_dtype() -> None:
     module = fnn.Embedding(5, 3)
     weight = nn.Parameter(torch.ones(5, 3, dtype=torch.float16))

@@ -43,7 +43,7 @@ def keep_full_gradients(weight: Tensor) -> None:
     """
     if not isinstance(weight, nn.Parameter) or not weight.is_leaf:
         return
-    wanted = accumulation_dtype(weight.dtype)
+    wanted = _gradient_dtype(weight)
     grad = weight.grad
     if weight.grad_dtype == wanted and (grad is None or grad.dtype == wanted):
         return
@@ -51,6 +51,11 @@ def keep_full_gradients(weight: Tensor) -> None:
     weight.grad_dtype = wanted
     if grad is not None:
         weight.grad = grad.to(wanted)
+
+
+def _gradient_dtype(weight: Tensor) -> torch.dtype:
+    """That of a parameter's gradient; where no lookup takes it (complex numbers), as in torch."""
+    return accumulation_dtype(weight.dtype) if weight.dtype in TABLE_DTYPES else weight.dtype
 
 
 @contextmanager
@@ -173,7 +178,7 @@ class Table(nn.Module):
         """Set the gradient to ``moved``, or to ``grad`` as it fits the weight."""
         self._restore_grad_dtype()
         weight = self._parameter()  # not always the one from before
-        wanted = accumulation_dtype(weight.dtype)
+        wanted = _gradient_dtype(weight)
         if moved.dtype != wanted or moved.device != weight.device:
             moved = grad.to(device=weight.device, dtype=wanted)
         weight.grad = moved
