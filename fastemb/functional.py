@@ -363,6 +363,11 @@ def _renorm(
         raise ValueError(f"embedding_renorm_: max_norm must not be negative, got {max_norm}")
     if not norm_type > 0:
         raise ValueError(f"embedding_renorm_: norm_type must be positive, got {norm_type}")
+    if weight.shape[1] > 1 and weight.stride(1) == 0:
+        raise ValueError(
+            "embedding_renorm_: weight must have memory for each element of a row, which max_norm "
+            f"writes, got strides {weight.stride()}; use a copy of what was expanded"
+        )
     with torch.no_grad():
         renorm_(weight, input, offsets, include_last_offset, *options)
 

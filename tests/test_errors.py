@@ -274,6 +274,12 @@ def test_initial_weights(kind: type) -> None:
             "norm_type must be positive, got 0.0",
             {"max_norm": 1.0, "norm_type": 0.0},
         ),
+        (
+            ValueError,
+            "weight must have memory for each element of a row, which max_norm writes, "
+            "got strides (1, 0)",
+            {"max_norm": 1.0, "weight": torch.ones(5, 1).expand(5, 2)},
+        ),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
