@@ -616,8 +616,10 @@ def _bag_renorm(
 
     On CUDA offsets are left to the lookup, but ``include_last_offset`` waits for the last one.
     """
+    op = "embedding_bag"
+    _transforms.check_same_offsets(op, offsets, "with max_norm")
     if offsets.is_cpu:
-        _reference.check_offsets("embedding_bag", offsets, indices.numel())
+        _reference.check_offsets(op, offsets, indices.numel())
     if include_last_offset:
         indices = indices[: max(int(offsets[-1]), 0)]
     _ops.embedding_renorm_(weight, indices, max_norm, norm_type, table)

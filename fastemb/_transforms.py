@@ -235,14 +235,10 @@ class _Bags:
             return
         op = "embedding_bag"
         hidden = _is_hidden(offsets)
-        if not hidden and _is_batched(offsets):
-            raise NotImplementedError(
-                f"{op}: offsets must not differ between the examples of torch.vmap while the "
-                "lookup is differentiated; use 2-D input, padded with padding_idx"
-            )
         if hidden:
             _check_offsets_later(op, offsets, indices.numel())
         else:
+            check_same_offsets(op, offsets, "while the lookup is differentiated")
             check_offsets(op, offsets, indices.numel())
         begin = offsets.to(torch.int64)
         if include_last_offset:
@@ -272,6 +268,15 @@ class _Bags:
     def count(self, dtype: torch.dtype) -> Tensor:
         """What the mean of each bag divides by."""
         return self.sum(self.present.to(dtype)).clamp(min=1)
+
+
+def check_same_offsets(op: str, offsets: Tensor, when: str) -> None:
+    """Raise `NotImplementedError` for offsets that vmap maps over, which cannot be read."""
+    if _is_batched(offsets):
+        raise NotImplementedError(
+            f"{op}: offsets must not differ between the examples of torch.vmap {when}; "
+            "use 2-D input, padded with padding_idx"
+        )
 
 
 def _check_offsets_later(op: str, offsets: Tensor, num_indices: int) -> None:

@@ -140,8 +140,8 @@ def embedding_bag(
     Raises:
         TypeError, ValueError, IndexError: as in `embedding`; ValueError also for offsets that do
         not ascend from 0 or pass the end of ``input``.
-        NotImplementedError: offsets that `torch.vmap` maps over, where the lookup is differentiated
-            by `torch.func`.
+        NotImplementedError: offsets that `torch.vmap` maps over, with ``max_norm`` or where the
+            lookup is differentiated by `torch.func`.
         RuntimeError: as in `embedding`.
     """
     op = "embedding_bag"

@@ -165,8 +165,12 @@ def test_offsets_of_each_example_are_refused() -> None:
     def loss(weight: Tensor, offsets: Tensor) -> Tensor:
         return F.embedding_bag(IDS, weight, offsets).sum()
 
-    with pytest.raises(NotImplementedError, match="offsets must not differ between the examples"):
-        torch.vmap(grad(loss), (None, 0))(TABLE, OFFSETS[None])
+    def scaled(weight: Tensor, offsets: Tensor) -> Tensor:
+        return F.embedding_bag(IDS, weight, offsets, max_norm=1.0)
+
+    for lookup in (grad(loss), scaled):
+        with pytest.raises(NotImplementedError, match="offsets must not differ"):
+            torch.vmap(lookup, (None, 0))(TABLE.clone(), OFFSETS[None])
 
 
 @pytest.mark.parametrize("dims", [(0, 0), (0, None), (1, 0), (2, 1), (None, 0)])
