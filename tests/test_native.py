@@ -332,6 +332,45 @@ def test_loading_twice_changes_nothing() -> None:
     assert _native.report() == before
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_while_another_thread_has_the_buffers() -> None:
+    """Nobody would unlock them in the child, whose lookups are as any others."""
+    script = """
+import os, signal, threading, torch, fastemb
+from fastemb.functional import embedding_bag
+torch.set_num_threads(1)
+weight = torch.ones(1 << 16, 16, requires_grad=True)
+ids = torch.arange(4).view(2, 2)
+full, done = threading.Event(), threading.Event()
+def fill_and_empty():
+    while not done.is_set():
+        outputs = [embedding_bag(ids, weight).sum() for _ in range(24)]
+        gradients = [torch.autograd.grad(output, weight) for output in outputs]
+        del gradients
+        full.set()
+        fastemb.empty_cache()  # long enough for a fork in between
+thread = threading.Thread(target=fill_and_empty)
+thread.start()
+failed = 0
+for _ in range(8):
+    full.wait()
+    full.clear()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(5)
+        with torch.no_grad():
+            embedding_bag(ids, weight, max_norm=1e9)
+        os._exit(0)
+    failed = os.waitpid(child, 0)[1]
+    if failed:
+        break
+done.set()
+thread.join()
+raise SystemExit(failed != 0)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=100)
+
+
 def test_old_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.10.1")
     with pytest.raises(fastemb.IncompatibleLibraryError, match=r"needs torch >= 2\.11"):

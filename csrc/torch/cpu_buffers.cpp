@@ -9,6 +9,7 @@
 #include <unordered_map>
 
 #if defined(__linux__)
+#include <pthread.h>
 #include <sys/mman.h>
 #endif
 
@@ -32,10 +33,20 @@ struct Pool {
   int64_t cached_bytes = 0;
 };
 
+Pool* make_pool();
+
 // Never destroyed: tensors may outlive static destructors.
 Pool& pool() {
-  static Pool* const instance = new Pool;
+  static Pool* const instance = make_pool();
   return *instance;
+}
+
+Pool* make_pool() {
+#if defined(__linux__)
+  // A forked child has only the thread that forked: nobody would release a lock that another one held.
+  pthread_atfork([] { pool().mutex.lock(); }, [] { pool().mutex.unlock(); }, [] { pool().mutex.unlock(); });
+#endif
+  return new Pool;
 }
 
 void* allocate(int64_t bytes, int64_t alignment) {
