@@ -555,6 +555,41 @@ def test_a_step_in_memory_that_was_freed(what: str) -> None:
         optimizer.step()
 
 
+def test_operators_in_memory_that_was_freed(cpu: Any) -> None:
+    """The native ones, which would follow the pointer: every tensor of those below in turn."""
+    lookups = (torch.tensor([[0, 1], [1, 3]]), None)
+    groups = cpu.group_indices(*lookups, 4, -1, False)
+    options = ("sum", -1, False)
+    rows = torch.tensor([0, 2])
+    calls: dict[str, tuple[Any, ...]] = {
+        "embedding_bag_backward": (
+            torch.ones(2, 3), *lookups, None, None, *groups, 4, 4, *options, False, True,
+            torch.float32,
+        ),
+        "bag_terms": (*lookups, None, groups[0], 4, *options, torch.float32),
+        "scale_update_": (
+            torch.ones(1), torch.zeros(1, 3, dtype=torch.int32), torch.zeros(1),
+            torch.ones(1, 6, dtype=torch.float64),
+        ),
+        "boundary_gradient": (torch.ones(3), torch.ones(()), None, torch.zeros(2), None),
+        "row_copy_": ([torch.ones(4, 3)], rows, [torch.ones(4, 3)], rows),
+        "checksum": ([torch.ones(4, 3), torch.ones(4, 2)], rows, rows, rows, 0),
+    }  # fmt: skip
+    for name, arguments in calls.items():
+        call = getattr(cpu, name)
+        call(*arguments)
+        for position, argument in enumerate(arguments):
+            given = list(arguments)
+            if isinstance(argument, Tensor):
+                given[position] = freed(argument.clone())
+            elif isinstance(argument, list):
+                given[position] = [*argument[1:], freed(argument[0].clone())]
+            else:
+                continue
+            with pytest.raises(RuntimeError, match=f"{name}: .* its storage has 0"):
+                call(*given)
+
+
 def test_weights_changed_before_the_backward() -> None:
     bag, samples = fnn.EmbeddingBag(4, 2, mode="sum"), torch.ones(1, 3)
     output = bag(torch.tensor([[0, 1, 2]]), per_sample_weights=samples)

@@ -108,7 +108,7 @@ struct GradOperators {
       places.require_here("used_rows", *used_rows);
       require(used_rows->numel() == 1 && used_rows->scalar_type() == ScalarType::Int, op,
               "used_rows must be one int32 element");
-      rows.used_rows = static_cast<const int32_t*>(used_rows->const_data_ptr());
+      rows.used_rows = static_cast<const int32_t*>(readable(op, "used_rows", *used_rows));
     }
     if (segments.has_value()) places.require_here("segments", *segments);
     if (sources.has_value()) places.require_here("sources", *sources);
@@ -143,7 +143,7 @@ struct GradOperators {
     places.require_here("flags", flags);
     require(flags.scalar_type() == ScalarType::Float && flags.numel() == 2 && flags.is_contiguous(), op,
             "flags must be contiguous float32 of 2 elements");
-    problem.flags = static_cast<float*>(flags.data_ptr());
+    problem.flags = static_cast<float*>(writable(op, "flags", flags));
     problem.stats = places.counters();
     const std::string no_table;
     Backend backend(op, whole, no_table);
@@ -164,7 +164,7 @@ struct GradOperators {
       const int64_t elements = problem.groups * columns;
       require(tensor.scalar_type() == type && tensor.numel() == elements && tensor.is_contiguous(), op,
               std::string(name) + " must be contiguous " + word + " of " + std::to_string(elements) + " elements");
-      return tensor.data_ptr();
+      return writable(op, name, tensor);
     };
     problem.scales = static_cast<float*>(memory("scales", scales, ScalarType::Float, "float32", 1));
     problem.states = static_cast<ScaleState*>(memory("states", states, ScalarType::Int, "int32", 3));

@@ -162,7 +162,7 @@ struct Operators {
     const OptionalTensor samples = per_sample(op, per_sample_weights, indices);
     BagTerms problem{};
     problem.bags = tensors.bags;
-    problem.order = static_cast<const int32_t*>(order.const_data_ptr());
+    problem.order = static_cast<const int32_t*>(readable(op, "order", order));
     problem.mode = mode_of(op, mode);
     require(problem.mode != Mode::max, op, "mode must be 'sum' or 'mean', got 'max'");
     set_per_sample(op, samples, problem);
@@ -264,8 +264,9 @@ struct Operators {
                 segments.scalar_type() == ScalarType::Int && segments.numel() == n + 1 && segments.is_contiguous() &&
                 num_rows.scalar_type() == ScalarType::Int && num_rows.numel() == 1,
             op, "order, rows, segments and num_rows must be what group_indices made of these indices");
-    return {static_cast<int32_t*>(order.data_ptr()), static_cast<int64_t*>(rows.data_ptr()),
-            static_cast<int32_t*>(segments.data_ptr()), static_cast<int32_t*>(num_rows.data_ptr())};
+    return {static_cast<int32_t*>(writable(op, "order", order)), static_cast<int64_t*>(writable(op, "rows", rows)),
+            static_cast<int32_t*>(writable(op, "segments", segments)),
+            static_cast<int32_t*>(writable(op, "num_rows", num_rows))};
   }
 };
 

@@ -31,7 +31,7 @@ struct RecordRules {
       one_device(tensor, tensors[0]);
       require(tensor.size(0) == tensors[0].size(0), op, "pieces must have the same number of rows");
       const int64_t element = static_cast<int64_t>(tensor.element_size());
-      pieces.data[i] = const_cast<void*>(tensor.const_data_ptr());
+      pieces.data[i] = const_cast<void*>(readable(op, "a piece", tensor));
       pieces.strides[i] = tensor.stride(0) * element;
       pieces.bytes[i] = tensor.size(1) * element;
     }
@@ -44,7 +44,7 @@ struct RecordRules {
     one_device(*tensor, like);
     require(tensor->scalar_type() == ScalarType::Long && tensor->dim() == 1 && tensor->is_contiguous(), op,
             std::string(name) + " must be contiguous 1-D int64");
-    return static_cast<const int64_t*>(tensor->const_data_ptr());
+    return static_cast<const int64_t*>(readable(op, name, *tensor));
   }
 
   template <class Backend>
@@ -118,7 +118,7 @@ struct RecordOperators {
             "found must be contiguous int64 of 2 elements");
     Backend backend(op, pieces[0], no_table);
     RecordRules{op}.check_rows(backend, problem.at, problem.num_rows, problem.pieces.rows);
-    problem.found = static_cast<int64_t*>(found.mutable_data_ptr());
+    problem.found = static_cast<int64_t*>(writable(op, "found", found));
     problem.error = backend.error();
     backend.checksum(problem);
   }
@@ -144,7 +144,7 @@ struct RecordOperators {
     require(headers->scalar_type() == ScalarType::Long && headers->dim() == 2 && headers->size(1) == 2 &&
                 headers->stride(1) == 1 && headers->size(0) == problem.pieces.rows,
             op, "headers must be int64 [rows, 2], with a row for each row of the pieces");
-    problem.headers = const_cast<void*>(headers->const_data_ptr());
+    problem.headers = const_cast<void*>(readable(op, "headers", *headers));
     problem.header_stride = headers->stride(0) * static_cast<int64_t>(sizeof(int64_t));
     return problem;
   }

@@ -40,7 +40,7 @@ struct RowTarget {
       require_here("used_rows", *used_rows);
       require(used_rows->scalar_type() == ScalarType::Int && used_rows->numel() == 1, op,
               "used_rows must be one int32 element");
-      p.used_rows = static_cast<const int32_t*>(used_rows->const_data_ptr());
+      p.used_rows = static_cast<const int32_t*>(readable(op, "used_rows", *used_rows));
     }
     p.step = scalar("step", step);
     p.weight_decay = weight_decay;
@@ -127,7 +127,7 @@ struct RowArguments : RowTarget {
       p.lr_type = dtype_of(op, lr_tensor->scalar_type());
       require(lr_tensor->numel() == 1 && (p.lr_type == DType::f32 || p.lr_type == DType::f64), op,
               "lr_tensor must be one float32 or float64 element");
-      p.lr_tensor = lr_tensor->const_data_ptr();
+      p.lr_tensor = readable(op, "lr_tensor", *lr_tensor);
     }
     p.maximize = maximize;
     return p;
@@ -189,7 +189,7 @@ struct RowOperators {
     require(history.scalar_type() == ScalarType::Double && history.dim() == 2 && history.size(0) > 0 &&
                 history.size(1) == 8 && history.is_contiguous(),
             op, "history must be contiguous float64, [capacity, 8]");
-    problem.history = static_cast<const AdamHistory*>(history.const_data_ptr());
+    problem.history = static_cast<const AdamHistory*>(readable(op, "history", history));
     problem.capacity = history.size(0);
     require(horizon >= 1, op, "horizon must be at least 1");
     problem.beta1 = beta1;
