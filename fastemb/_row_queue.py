@@ -223,6 +223,22 @@ class RowQueue:
                 "given to backward(), or kept by a hook); change a copy, or call zero_grad()"
             )
 
+    def check_reachable(self, op: str) -> None:
+        """Raise `RuntimeError` for gradients of a parameter that stands in for another one.
+
+        `torch.distributed.fsdp.fully_shard` gives lookups such a one, which no optimizer has, and
+        frees its memory after the backward.
+        """
+        weight = self._weight()
+        if weight is None or not self._parts or weight.numel() == 0:
+            return
+        if weight.untyped_storage().nbytes() == 0:
+            raise RuntimeError(
+                f"{op}: gradients of lookups in {self.table} with sparse='fused' wait for a weight "
+                "whose memory was freed, as fully_shard does after the backward; use sparse=False "
+                "for a table that is sharded"
+            )
+
     def merged(self) -> QueuedRows:
         """All that waits, as one; the queue is not empty."""
         with self._lock:
@@ -338,6 +354,8 @@ def named(weight: Tensor, table: str) -> str:
 
 def refuse_other_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Before every step of every optimizer: one that reads ``.grad`` would leave the table out."""
+    for any_queue in list(_QUEUES.values()):
+        any_queue.check_reachable(type(optimizer).__name__)
     if getattr(optimizer, "_takes_queued_rows", False):
         return
     for group in optimizer.param_groups:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fused_cases import DIM, ROWS, _no_queue_is_left, same, waiting  # noqa: F401
 from optim_cases import CLASSES, snapshot
 from torch import nn
@@ -63,6 +64,24 @@ def test_other_optimizers_of_other_tables() -> None:
     other(torch.ones(1, 2)).sum().backward()
     torch.optim.SGD(other.parameters()).step()
     assert waiting(module) == 1
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="a torch without torch.distributed")
+def test_a_table_that_fully_shard_has_taken() -> None:
+    """Its lookups read another parameter than the optimizer has, which would never see a step."""
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        module = nn.Sequential(bag(), nn.Linear(DIM, 1))
+        fully_shard(module, mesh=dist.init_device_mesh("cpu", (1,)))
+        module(IDS).sum().backward()
+        for cls in (optim.SGD, torch.optim.SGD):
+            optimizer = cls(module.parameters(), lr=0.1)
+            with pytest.raises(RuntimeError, match=r"table 'user' .* fully_shard .* sparse=False"):
+                optimizer.step()
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("unscale", [False, True])
