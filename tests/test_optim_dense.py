@@ -364,6 +364,26 @@ def test_sharded_parameters(name: str) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.skipif(not dist.is_available(), reason="a torch without torch.distributed")
+def test_sharded_parameters_that_torch_does_not_step() -> None:
+    """Nothing is changed, not even the parameter that comes first."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        shard = distribute_tensor(torch.ones(4, 3, dtype=torch.bfloat16), mesh, [Shard(0)])
+        first, p = nn.Parameter(torch.ones(2)), nn.Parameter(shard)
+        optimizer = optim.Adam([first, p], lr=0.1)
+        first.grad, p.grad = torch.ones(2), torch.ones_like(shard)
+        with pytest.raises(RuntimeError, match=r"a torch\.bfloat16 parameter of a wrapper such"):
+            optimizer.step()
+        assert first.tolist() == [1, 1]
+        assert not optimizer.state
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 @pytest.mark.parametrize("implementation", [{}, {"foreach": True}, {"foreach": False}])
 def test_a_parameter_given_twice_is_updated_twice(implementation: dict[str, Any]) -> None:

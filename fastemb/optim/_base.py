@@ -485,6 +485,14 @@ class RowOptimizer(StatefulOptimizer):
                 f"{type(self).__name__}: a {param.dtype} parameter cannot be optimized; it must "
                 "have no gradient"
             )
+        wrapped: bool = is_traceable_wrapper_subclass(param)
+        if wrapped:
+            raise RuntimeError(
+                f"{type(self).__name__}: a {param.dtype} parameter of a wrapper such as DTensor, "
+                "which fully_shard makes, is left to torch's own kernels, which know no master, no "
+                "other dtype of states and no rows; use float32 or float64 parameters with dense "
+                "gradients, and for low precision the MixedPrecisionPolicy of fully_shard"
+            )
         if sparse and not _has_rows(param):
             raise self._error(
                 "a table with a sparse gradient must have contiguous rows, param.stride(1) == 1",
