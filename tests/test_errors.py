@@ -16,6 +16,7 @@ from fastemb import optim
 
 IDS = torch.tensor([1, 2, 4])
 OFFSETS = torch.tensor([0, 2])
+TORCH = torch.torch_version.TorchVersion(torch.__version__)
 
 
 def table(dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:
@@ -588,6 +589,19 @@ def test_operators_in_memory_that_was_freed(cpu: Any) -> None:
                 continue
             with pytest.raises(RuntimeError, match=f"{name}: .* its storage has 0"):
                 call(*given)
+
+
+@pytest.mark.usefixtures("cpu")
+def test_too_little_memory() -> None:
+    """Who then goes on with a smaller batch looks for the words of torch's allocator."""
+    words = "DefaultCPUAllocator: can't allocate memory"
+    ids = torch.zeros(1 << 24, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=words if TORCH >= (2, 13) else "failed"):
+        F.embedding(ids, torch.zeros(1, 1 << 22))
+    weight = torch.zeros(1, 64).expand(1 << 40, 64).requires_grad_()
+    output = F.embedding_bag(torch.tensor([[0]]), weight).sum()
+    with pytest.raises(RuntimeError, match=words):
+        output.backward()
 
 
 def test_weights_changed_before_the_backward() -> None:

@@ -5,7 +5,8 @@
 #include <iterator>
 #include <list>
 #include <mutex>
-#include <new>
+#include <stdexcept>
+#include <string>
 #include <unordered_map>
 
 #if defined(__linux__)
@@ -51,7 +52,11 @@ Pool* make_pool() {
 
 void* allocate(int64_t bytes, int64_t alignment) {
   void* buffer = nullptr;
-  if (posix_memalign(&buffer, static_cast<size_t>(alignment), static_cast<size_t>(bytes)) != 0) throw std::bad_alloc();
+  if (posix_memalign(&buffer, static_cast<size_t>(alignment), static_cast<size_t>(bytes)) != 0) {
+    // The words of torch's allocator, by which those know it who go on with a smaller batch.
+    throw std::runtime_error("fastemb: DefaultCPUAllocator: can't allocate memory: you tried to allocate " +
+                             std::to_string(bytes) + " bytes");
+  }
   return buffer;
 }
 

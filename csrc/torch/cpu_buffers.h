@@ -8,7 +8,7 @@
 
 namespace fastemb {
 
-void* acquire_buffer(int64_t bytes);                // 64-byte aligned, contents unspecified; throws std::bad_alloc
+void* acquire_buffer(int64_t bytes);                // 64-byte aligned, contents unspecified
 void release_buffer(void* buffer);                  // null is fine
 int64_t cached_buffer_bytes();                      // kept, not in use
 void release_cached_buffers();                      // back to the system

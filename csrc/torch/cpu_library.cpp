@@ -40,7 +40,7 @@ struct CpuBackend {
   // Not from recycled memory: torch resizes and frees the storage of what a model passes on, and its operators with
   // out= change the sizes of a tensor before they find that its storage cannot be resized.
   Tensor output(const std::vector<int64_t>& sizes, ScalarType type) const {
-    Tensor tensor = torch::stable::empty(sizes, type, std::nullopt, device);
+    Tensor tensor = call_torch(op, [&] { return torch::stable::empty(sizes, type, std::nullopt, device); });
     advise_huge_pages(tensor.mutable_data_ptr(), tensor.numel() * element_bytes(type));
     return tensor;
   }

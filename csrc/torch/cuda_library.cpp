@@ -52,7 +52,7 @@ struct CudaBackend {
   Tensor output(const std::vector<int64_t>& sizes, ScalarType type) const { return empty(sizes, type); }
 
   Tensor empty(const std::vector<int64_t>& sizes, ScalarType type) const {
-    return torch::stable::new_empty(like, sizes, type);
+    return call_torch(op, [&] { return torch::stable::new_empty(like, sizes, type); });
   }
 
   Tensor zeros(const std::vector<int64_t>& sizes, ScalarType type) const {

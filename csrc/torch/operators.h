@@ -112,7 +112,8 @@ struct Operators {
             "grad_dtype must be float32 or float64");
     require(grad_output.dim() == 2 && grad_output.size(0) == tensors.bags.num_bags, op,
             "grad_output must have one row per bag");
-    require(!dense || out_rows == num_embeddings, op, "a dense gradient has num_embeddings rows");
+    require(dense ? out_rows == num_embeddings : out_rows >= 0 && out_rows <= n, op,
+            "a dense gradient has num_embeddings rows, another at most one per index");
     const bool wide = grad_dtype == ScalarType::Double;
     const bool is_wide = grad_output.scalar_type() == ScalarType::Double;
     const Tensor typed = wide == is_wide ? grad_output : to_dtype(op, "grad_output", grad_output, grad_dtype);
@@ -234,7 +235,7 @@ struct Operators {
     problem.max_norm = max_norm;
     problem.norm_type = norm_type;
     backend.renorm(problem);
-    if (rows.get() != weight.get()) torch::stable::copy_(weight, rows);
+    if (rows.get() != weight.get()) call_torch(op, [&] { return torch::stable::copy_(weight, rows); });
   }
 
  private:

@@ -13,6 +13,9 @@
 
 #include "ops.h"
 
+// Since torch 2.13; null before.
+extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
+
 namespace fastemb {
 
 using torch::headeronly::ScalarType;
@@ -83,20 +86,37 @@ inline void require_memory(const std::string& op, const char* name, const Tensor
   }
 }
 
+// Calls a function of torch. Of what that raises (that there is no memory, say) the stable ABI of torch 2.11 passes on
+// nothing; later ones keep the words.
+template <class Function>
+auto call_torch(const std::string& op, Function function) {
+  try {
+    return function();
+  } catch (const std::exception& error) {
+    const bool kept = torch_exception_get_what_without_backtrace != nullptr;
+    throw std::runtime_error(op + ": " + (kept ? torch_exception_get_what_without_backtrace() : error.what()));
+  }
+}
+
+inline Tensor contiguous(const std::string& op, const Tensor& tensor) {
+  return call_torch(op, [&] { return torch::stable::contiguous(tensor); });
+}
+
 inline Tensor packed(const std::string& op, const char* name, const Tensor& tensor) {
   require_memory(op, name, tensor);
-  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+  return tensor.is_contiguous() ? tensor : contiguous(op, tensor);
 }
 
 // Rows may lie apart, the elements of a row may not: a transposed table is copied.
 inline Tensor with_whole_rows(const std::string& op, const char* name, const Tensor& weight) {
   require_memory(op, name, weight);
-  return weight.size(1) <= 1 || weight.stride(1) == 1 ? weight : torch::stable::contiguous(weight);
+  return weight.size(1) <= 1 || weight.stride(1) == 1 ? weight : contiguous(op, weight);
 }
 
 inline Tensor to_dtype(const std::string& op, const char* name, const Tensor& tensor, ScalarType type) {
   require_memory(op, name, tensor);
-  return tensor.scalar_type() == type ? tensor : torch::stable::to(tensor, type);
+  if (tensor.scalar_type() == type) return tensor;
+  return call_torch(op, [&] { return torch::stable::to(tensor, type); });
 }
 
 inline const void* readable(const std::string& op, const char* name, const Tensor& tensor) {
