@@ -594,6 +594,65 @@ def test_parameters_converted_between_steps(cls: type[optim.Adam], dtype: torch.
         torch.testing.assert_close(p.float(), q, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("cls", CLASSES)
+def test_parameters_in_another_memory_format_than_their_states(
+    cls: type[optim.Adam], dtype: torch.dtype
+) -> None:
+    """As by ``model.to(memory_format=torch.channels_last)`` between steps, or after a load."""
+    options = {"momentum": 0.9} if cls is optim.SGD else {}
+    start = torch.randn(4, 3, 2, 5)
+    results = []
+    for after in (None, 0, 1):
+        param = nn.Parameter(start.to(dtype, copy=True))
+        optimizer = cls([param], lr=0.1, **options)
+        for step in range(3):
+            if step == after:  # Adagrad has its state from the beginning
+                param.data = param.detach().to(memory_format=torch.channels_last)
+            generator = torch.Generator().manual_seed(step)
+            param.grad = torch.randn(start.shape, generator=generator).to(dtype)
+            optimizer.step()
+        results.append(param.detach())
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "edit"),
+    [
+        ("step", Tensor.long),
+        ("step", Tensor.double),
+        ("exp_avg", Tensor.double),
+        ("exp_avg", lambda state: state.t().contiguous().t()),
+        ("exp_avg_sq", lambda state: torch.stack([state, state], -1)[..., 0]),
+        ("master", Tensor.double),
+        ("master", lambda state: state.t().contiguous().t()),
+        ("row_step", Tensor.long),
+        ("row_count", Tensor.float),
+    ],
+)
+@pytest.mark.parametrize("sparse", [True, False])
+def test_states_edited_to_another_dtype_or_layout(name: str, edit: Any, sparse: bool) -> None:
+    """All of a step is made, for the parameters beside it, too."""
+    start = torch.randn(6, 4).half(), torch.randn(3)
+    results = []
+    for edited in (False, True):
+        params = [nn.Parameter(s.clone()) for s in start]
+        params[0].grad_dtype = None
+        optimizer = optim.AdamW(params, lr=0.1, lazy="rows", row_bias_correction=True)
+        for step in range(4):
+            generator = torch.Generator().manual_seed(step)
+            grad = random_rows(generator, 6, 4, 5, torch.float32)
+            params[0].grad = grad if sparse or step < 2 else grad.to_dense()
+            params[1].grad = torch.randn(3, generator=generator)
+            if step == 2 and edited:
+                state = optimizer.state[params[0]]
+                state[name] = edit(state[name])
+            optimizer.step()
+        results.append(snapshot(optimizer))
+    assert results[0] == results[1]
+
+
 @pytest.mark.parametrize(
     ("cls", "name"),
     [

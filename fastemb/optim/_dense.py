@@ -75,11 +75,16 @@ class MemoryInUse:
         return overlaps
 
 
+def same_layout(tensor: Tensor, template: Tensor) -> bool:
+    """Whether the elements have the order in memory that those of ``template``, dense, have."""
+    if tensor.stride() == template.stride():
+        return True
+    return tensor.is_contiguous() and template.is_contiguous()
+
+
 def laid_out_like(tensor: Tensor, template: Tensor) -> Tensor:
     """``tensor``, or a copy of it with the strides of ``template``, which is dense."""
-    if tensor.stride() == template.stride() or (
-        tensor.is_contiguous() and template.is_contiguous()
-    ):
+    if same_layout(tensor, template):
         return tensor
     return torch.empty_like(template, dtype=tensor.dtype).copy_(tensor)
 

@@ -57,7 +57,7 @@ class AdamRows(RowOptimizer):
         for name in ROW_COUNTERS:
             if name not in wanted:
                 state.pop(name, None)  # not kept up from here on
-            elif sparse:
+            elif sparse or name in state:
                 self._add_counter(param, state, name)
 
     def _counters(self, param: Tensor, group: Options) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from fastemb._memory import advise_huge_pages
 from fastemb._offloaded import RowState
 from fastemb._reference import accumulation_dtype
 from fastemb._row_queue import drop
+from fastemb.optim._dense import is_dense, same_layout
 from fastemb.optim._options import Options, at_hand, check_options, option_error, require_number
 
 if TYPE_CHECKING:
@@ -238,8 +239,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     def _add_step(self, param: Tensor, group: Options, state: State) -> None:
         step = state.get("step")
-        if not isinstance(step, Tensor):  # those who edit states of torch's SparseAdam set a number
-            device = self._step_device_of(param)
+        device = self._step_device_of(param)
+        if isinstance(step, Tensor):
+            state["step"] = step.to(device, torch.float32)
+        else:  # those who edit states of torch's SparseAdam set a number
             steps = self._steps_of(state) if step is None else float(step)
             state["step"] = torch.full((), steps, dtype=torch.float32, device=device)
 
@@ -249,19 +252,40 @@ class StatefulOptimizer(torch.optim.Optimizer):
             if state.get(name) is None:
                 state[name] = new = self._new_state(param, name, dtype)
                 (torch.view_as_real(new) if new.is_complex() else new).fill_(float(initial))
-            elif state[name].dtype != dtype:  # the parameter was converted since
-                state[name] = self._new_state(param, name, dtype).copy_(state[name])
+            else:
+                self._fit(param, name, dtype, state)
 
     def _add_master(self, param: Tensor, group: Options, state: State) -> None:
         if not has_master(param, group):
             state.pop("master", None)  # not kept up from here on
         elif "master" not in state:
             state["master"] = self._new_state(param, "master", torch.float32).copy_(param)
+        else:
+            self._fit(param, "master", torch.float32, state)
 
     def _add_counter(self, param: Tensor, state: State, name: str) -> None:
         """Rows are taken to have been part of all steps so far: those were dense."""
         if name not in state:
             state[name] = self._new_state(param, name, torch.int32).copy_(state["step"])
+        else:
+            self._fit(param, name, torch.int32, state)
+
+    def _fit(self, param: Tensor, name: str, dtype: torch.dtype, state: State) -> None:
+        """Have a state as the kernels read it, which take the memory of all tensors in one order.
+
+        Since it was made, the parameter may have got another dtype or memory format, as by
+        ``model.to(memory_format=torch.channels_last)``, or the state was edited.
+        """
+        value = state[name]
+        if value.dtype != dtype or not self._is_laid_out(param, value):
+            state[name] = self._new_state(param, name, dtype).copy_(value)
+
+    def _is_laid_out(self, param: Tensor, state: Tensor) -> bool:
+        if self._row_wise or state.shape != param.shape:
+            return state.is_contiguous()
+        return same_layout(
+            state, param if is_dense(param) else torch.empty_like(param, device="meta")
+        )
 
     def _new_state(
         self, param: Tensor, name: str, dtype: torch.dtype, like: Tensor | None = None
