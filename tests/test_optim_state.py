@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -715,6 +716,34 @@ def test_states_loaded_in_inference_mode_are_those_of_training(cls: type[optim.A
     with torch.inference_mode():
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     train(optimizer, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_first_step_in_inference_mode_is_as_any(
+    cls: type[optim.Adam], sparse: bool, dtype: torch.dtype
+) -> None:
+    options: dict[str, Any] = {"momentum": 0.9} if cls is optim.SGD else {}
+    options |= {"lazy": "exact"} if cls in (optim.Adam, optim.AdamW) else {}
+    start = torch.randn(6, 4).to(dtype)
+    results = []
+    for mode in (contextlib.nullcontext(), torch.inference_mode()):
+        param = nn.Parameter(start.clone())
+        param.grad_dtype = None
+        with mode:
+            optimizer = cls([param], lr=0.1, **options)
+        for step in range(4):
+            grad = random_rows(torch.Generator().manual_seed(step), 6, 4, 5, torch.float32)
+            param.grad = grad if sparse else grad.to_dense()
+            if step == 2:  # a momentum, or another rule for rows that sleep, begins here
+                optimizer.param_groups[0]["betas"] = (0.8, 0.9)
+                optimizer.param_groups[0]["momentum"] = 0.8
+            with mode if step in (0, 2) else contextlib.nullcontext():
+                optimizer.step()
+        optimizer.state_dict()
+        results.append(snapshot(optimizer))
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("cls", [optim.Adam, optim.AdamW, optim.Adagrad, optim.SGD])

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._C import _functorch
 
 from fastemb import _lazy_ops  # noqa: F401  (defines the operator)
+from fastemb._inference import lasting
 from fastemb._parameter_reference import ParameterReference
 from fastemb._row_queue import on_host
 from fastemb._sleeping import TABLES
@@ -61,6 +62,7 @@ class SleepingRows:
         self._rule = rule
         self._history = self._new_history(state["step"])
 
+    @lasting()
     def _new_history(self, step: Tensor) -> AdamHistory:
         rule = self._rule
         return AdamHistory(step, rule.beta1, rule.beta2, rule.eps, amsgrad=rule.amsgrad)

@@ -244,7 +244,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
             state["step"] = step.to(device, torch.float32)
         else:  # those who edit states of torch's SparseAdam set a number
             steps = self._steps_of(state) if step is None else float(step)
-            state["step"] = torch.full((), steps, dtype=torch.float32, device=device)
+            with lasting():
+                state["step"] = torch.full((), steps, dtype=torch.float32, device=device)
 
     def _add_moments(self, param: Tensor, group: Options, state: State) -> None:
         dtype = self._moment_dtype(param, group)
@@ -287,6 +288,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             state, param if is_dense(param) else torch.empty_like(param, device="meta")
         )
 
+    @lasting()
     def _new_state(
         self, param: Tensor, name: str, dtype: torch.dtype, like: Tensor | None = None
     ) -> Tensor:

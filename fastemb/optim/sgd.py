@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
+from fastemb._inference import lasting
 from fastemb.optim._base import RowCall, RowOptimizer, Update
 from fastemb.optim._dense import DenseUpdate, run_fused, scalar_for
 from fastemb.optim._options import Options, float_or_tensor, floats
@@ -127,7 +128,8 @@ class SGD(RowOptimizer):
         """Have ``step`` be 0 exactly before the step that makes the buffer."""
         super()._add_step(param, group, state)
         if group["momentum"] != 0 and "momentum_buffer" not in state:
-            state["step"] = torch.zeros_like(state["step"])  # of steps without momentum
+            with lasting():
+                state["step"] = torch.zeros_like(state["step"])  # of steps without momentum
 
     def _prepare_dense(self, param: Tensor, group: Options, state: State) -> None:
         if group["momentum"] != 0 and group["dampening"] != 0:
