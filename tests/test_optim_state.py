@@ -6,8 +6,10 @@ import contextlib
 import copy
 import io
 import pickle
+from collections import UserList
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from optim_cases import CLASSES, assert_same_bits, bits, random_rows, snapshot
@@ -371,6 +373,19 @@ def test_params_groups_hooks_and_closures(cls: type[optim.Adam]) -> None:
     assert cls.__name__ in repr(optimizer)
 
 
+@pytest.mark.parametrize("betas", [UserList([0.8, 0.9]), np.array([0.8, 0.9])])
+@pytest.mark.parametrize("name", ["Adam", "SparseAdam"])
+def test_betas_may_be_any_sequence(name: str, betas: Any) -> None:
+    """That of a configuration by Hydra is no list."""
+    params = []
+    for library, value in ((optim, betas), (optim, (0.8, 0.9)), (torch.optim, betas)):
+        params.append(nn.Parameter(torch.ones(3, 2)))
+        optimizer = getattr(library, name)([params[-1]], lr=0.1, betas=value)
+        train(optimizer, 0)
+    assert_same_bits(params[0], params[1])
+    torch.testing.assert_close(params[0], params[2])
+
+
 def test_named_parameters_and_empty_groups() -> None:
     model = nn.Linear(2, 2)
     optimizer = optim.Adam(model.named_parameters())
@@ -453,6 +468,7 @@ WRONG: list[tuple[type, dict[str, Any], type[Exception], str]] = [
     (optim.Adam, {"lr": "1e-3"}, TypeError, "Adam: lr must be a number >= 0, got '1e-3'"),
     (optim.Adam, {"betas": (0.9, "0.9")}, TypeError, r"betas\[1\] must be a number >= 0"),
     (optim.Adam, {"betas": 0.9}, ValueError, "betas must be 2 numbers, got 0.9"),
+    (optim.Adam, {"betas": {0.8, 0.9}}, ValueError, "betas must be 2 numbers, got {0"),
     (optim.AdamW, {"eps": -1}, ValueError, "AdamW: eps must be >= 0, got -1"),
     (optim.Adam, {"weight_decay": -0.1}, ValueError, "weight_decay must be >= 0"),
     (optim.Adam, {"fused": True, "foreach": True}, ValueError, "foreach must be False"),

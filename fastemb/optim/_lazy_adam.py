@@ -27,9 +27,12 @@ class AdamRows(RowOptimizer):
     def _check_options(self, options: Options) -> None:
         super()._check_options(options)
         self._require_number(options, "eps")
-        betas = options["betas"]
-        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-            raise self._error("betas must be 2 numbers", betas)
+        try:  # whatever has an order; configurations as of OmegaConf have sequences of their own
+            betas = tuple(options["betas"][:])
+        except (TypeError, LookupError):
+            betas = ()
+        if len(betas) != 2:
+            raise self._error("betas must be 2 numbers", options["betas"])
         for index, beta in enumerate(betas):
             require_number(type(self).__name__, f"betas[{index}]", beta)
             if not beta < 1.0:
