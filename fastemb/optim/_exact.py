@@ -29,6 +29,7 @@ class Rule(NamedTuple):
     Attributes:
         weight_decay: of the L2 penalty, 0 without; decoupled decay may change, like the learning
             rate: both are in the history.
+        dtype: of the moments; bfloat16 ones count as float32.
     """
 
     beta1: float
@@ -37,6 +38,7 @@ class Rule(NamedTuple):
     weight_decay: float
     amsgrad: bool
     decoupled: bool
+    dtype: torch.dtype
 
 
 class SleepingRows:
@@ -65,7 +67,9 @@ class SleepingRows:
     @lasting()
     def _new_history(self, step: Tensor) -> AdamHistory:
         rule = self._rule
-        return AdamHistory(step, rule.beta1, rule.beta2, rule.eps, amsgrad=rule.amsgrad)
+        return AdamHistory(
+            step, rule.beta1, rule.beta2, rule.eps, amsgrad=rule.amsgrad, dtype=rule.dtype
+        )
 
     def belongs_to(self, owner: object) -> bool:
         return self._owner() is owner

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 CAPACITY = 1024  # steps; the whole table is caught up once in so many
-_SERIES = 4  # terms; what the next one would add is below the rounding of FP32, given _RATIO
-_RATIO = 64.0  # of sqrt(v) to eps, at least, for the series
-_NEGLIGIBLE = 2.0**-32
+_SERIES = 4  # terms; what the next one would add is below the rounding of the dtype, given _RATIO
+_RATIO = {torch.float32: 2.0**6, torch.float64: 2.0**13}  # of sqrt(v) to eps, at least
+_NEGLIGIBLE = {torch.float32: 2.0**-32, torch.float64: 2.0**-61}
 
 
 class AdamHistory:
@@ -19,6 +19,10 @@ class AdamHistory:
     `append` is made of tensor operations alone, so that neither a learning rate on the device nor a
     skipped step is waited for.
 
+    Args:
+        step: [] float32, the newest step so far.
+        dtype: of the moments, float32 or float64: how far the series and the momentum count.
+
     Attributes:
         table: [CAPACITY, 8] float64, as the kernels read it.
         step: [] float32, the newest step in it.
@@ -26,7 +30,14 @@ class AdamHistory:
     """
 
     def __init__(
-        self, step: Tensor, beta1: float, beta2: float, eps: float, *, amsgrad: bool
+        self,
+        step: Tensor,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        *,
+        amsgrad: bool,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         device = step.device
         self.table = torch.zeros((CAPACITY, 8), dtype=torch.float64, device=device)
@@ -49,13 +60,13 @@ class AdamHistory:
         if beta1 == 0.0:
             self.horizon = 1
         elif beta1 < root:
-            wanted = math.ceil(math.log(_NEGLIGIBLE) / math.log(beta1 / root))
+            wanted = math.ceil(math.log(_NEGLIGIBLE[dtype]) / math.log(beta1 / root))
             self.horizon = min(CAPACITY, max(1, wanted))
         if diverges:
             self.smallest_root = math.inf  # replay
             self._fades.zero_()
         else:
-            self.smallest_root = max(_RATIO * eps * root**-self.horizon, 1e-30)
+            self.smallest_root = max(_RATIO[dtype] * eps * root**-self.horizon, 1e-30)
 
     def append(self, step: Tensor, lr: float | Tensor, decay: float, skip: Tensor | None) -> None:
         """Add the step that has just been made.

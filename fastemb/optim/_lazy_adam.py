@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from fastemb._reference import accumulation_dtype
 from fastemb.optim._base import Offloaded, RowCall, RowOptimizer, Update, seed_of
 from fastemb.optim._exact import Rule, all_sleepers_of, link, refuse_capture, sleepers_of
 from fastemb.optim._options import Options, float_or_tensor, require_number
@@ -172,7 +173,7 @@ class LazyAdam(AdamRows):
         super()._prepare(param, group, state, sparse=sparse)
         if sparse and _is_exact(group) and sleepers_of(self, param) is None:
             self._add_counter(param, state, "row_step")
-            link(self, param, state, _rule(group))
+            link(self, param, state, _rule(group, param))
 
     def _bind_offloaded(self, tables: Sequence[Offloaded]) -> None:
         for _, param, _ in tables:
@@ -195,7 +196,7 @@ class LazyAdam(AdamRows):
         decay = float(group["weight_decay"]) if group["decoupled_weight_decay"] else 0.0
         with sleepers.lock:
             seed = seed_of(group, update.param, update.position)
-            if sleepers.begin_step(_rule(group), seed, skip):
+            if sleepers.begin_step(_rule(group, update.param), seed, skip):
                 super()._step_rows(group, update)
                 sleepers.end_step(float_or_tensor(group["lr"]), decay, skip)
 
@@ -219,7 +220,7 @@ def _is_exact(group: Options) -> bool:
     return group.get("lazy") == "exact"
 
 
-def _rule(group: Options) -> Rule:
+def _rule(group: Options, param: Tensor) -> Rule:
     beta1, beta2 = group["betas"]
     decoupled = bool(group["decoupled_weight_decay"])
     return Rule(
@@ -229,6 +230,7 @@ def _rule(group: Options) -> Rule:
         0.0 if decoupled else float(group["weight_decay"]),
         bool(group["amsgrad"]),
         decoupled,
+        accumulation_dtype(param.dtype),
     )
 
 
