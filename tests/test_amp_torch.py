@@ -114,6 +114,23 @@ def test_same_bits_over_hundreds_of_steps() -> None:
     assert skipped > 60
 
 
+def test_growth_after_an_interval_that_was_lowered_too_far() -> None:
+    """torch's scaler looks for a count that has passed already, and keeps its scale for good."""
+    scales = []
+    for cls in (Scaler, GradScaler):
+        scaler = cls("cpu", init_scale=4.0, growth_interval=5)
+        p = nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([p], 0.0)
+        for step in range(8):
+            if step == 3:
+                scaler.set_growth_interval(2)
+            scaler.scale(p.sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+    assert scales == [4.0] * 8 + [4.0] * 3 + [8.0] * 2 + [16.0] * 2 + [32.0]
+
+
 def test_scale_at_its_limits_is_that_of_torch() -> None:
     """Growth up to the largest float32, backoff down to 2**-126, where torch goes on to 0."""
     for value in (1.0, INF):

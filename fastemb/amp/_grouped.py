@@ -344,7 +344,11 @@ class GroupedScaler(torch.amp.GradScaler):
         super().set_backoff_factor(plain(new_factor))
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """As `torch.amp.GradScaler` does it; `ValueError` for one that is no int >= 1."""
+        """As `torch.amp.GradScaler` does it; `ValueError` for one that is no int >= 1.
+
+        One that the clean steps since the last growth have reached makes the scale grow after the
+        next one. torch's scaler, which waits for equality, would never grow again.
+        """
         self._check_moves("set_growth_interval", growth_interval=new_interval)
         super().set_growth_interval(plain(new_interval))
 
