@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from wrappers import Imitator, SharingImitator, Wrapper
 
 import fastemb
 from fastemb import optim
 from fastemb.amp import GradScaler
+from fastemb.optim import _dense_adam
 
 INF = float("inf")
 KINDS = [optim.SGD, torch.optim.SGD, lambda p, lr: torch.optim.SGD(p, lr=lr, fused=True)]
@@ -31,6 +33,30 @@ def begin(value: float = 1.0, **options: Any) -> tuple[GradScaler, nn.Parameter]
 
 def backward(scaler: GradScaler, param: nn.Parameter, factor: float = 1.0) -> None:
     scaler.scale((param * factor).sum()).backward()
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16", "rows", "fused"])
+@pytest.mark.parametrize("cls", [optim.Adam, optim.SGD, optim.RowWiseAdagrad])
+def test_fake_tensors(cls: Callable[..., Any], kind: str) -> None:
+    """As for an estimate of memory: torch's scaler and fused optimizers read no value either."""
+    _dense_adam.agrees.cache_clear()  # is found out with numbers, whoever asks first
+    with FakeTensorMode():
+        table = fastemb.nn.EmbeddingBag(
+            10,
+            4,
+            sparse={"rows": True, "fused": "fused"}.get(kind, False),
+            dtype=torch.float16 if kind == "float16" else torch.float32,
+        )
+        model = nn.Sequential(table, nn.Linear(4, 2, dtype=table.weight.dtype))
+        optimizer, scaler = cls(model.parameters(), lr=0.1), GradScaler("cpu")
+        for clips in (False, True):
+            scaler.scale(model(torch.ones(3, 2, dtype=torch.int64)).float().sum()).backward()
+            if clips:
+                scaler.clip_grad_norm_(optimizer, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert scaler.stats(wait=True)["gradients"] == {}
 
 
 @pytest.mark.parametrize("make", KINDS)

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fastemb import _dense_reference
 from fastemb.optim._dense import DenseUpdate
@@ -41,6 +42,7 @@ def adam_in_one_pass(update: DenseUpdate, group: Options, scaling: Scaling) -> N
 
 
 @cache
+@_disable_current_modes()  # they have no part in it, and fake samples would tell nothing
 def agrees() -> bool:
     """Whether ``dense_adam_`` has the bits of torch's kernel, on the CPU.
 

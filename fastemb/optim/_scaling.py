@@ -40,8 +40,12 @@ class Scaling:
 
     def advance(self, steps: list[Tensor]) -> None:
         """Count one step, unless it is skipped."""
-        if steps:
-            torch._foreach_add_(steps, 1.0 if self.skip is None else 1.0 - self.skip)
+        if not steps:
+            return
+        if self.skip is None:
+            torch._foreach_add_(steps, 1.0)
+        else:  # as one tensor it would be read by fake steps
+            torch._foreach_add_(steps, [1.0 - self.skip] * len(steps))
 
 
 class StepScaling:
