@@ -241,7 +241,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
         step = state.get("step")
         device = self._step_device_of(param)
         if isinstance(step, Tensor):
-            state["step"] = step.to(device, torch.float32)
+            if step.dtype != torch.float32 or step.device != device:
+                state["step"] = step.to(device, torch.float32)
         else:  # those who edit states of torch's SparseAdam set a number
             steps = self._steps_of(state) if step is None else float(step)
             with lasting():
@@ -282,6 +283,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
             state[name] = self._new_state(param, name, dtype).copy_(value)
 
     def _is_laid_out(self, param: Tensor, state: Tensor) -> bool:
+        if state.is_contiguous() and param.is_contiguous():
+            return True  # at once, as nearly always
         if self._row_wise or state.shape != param.shape:
             return state.is_contiguous()
         return same_layout(
