@@ -106,3 +106,27 @@ def test_a_parameter_of_another_shape_than_before(when: str, kind: str, rows: in
     backward()
     optimizer.step()
     assert bool((table.weight != before).any())
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (3, 2, 2)])
+@pytest.mark.parametrize(
+    "options", [{"lazy": "exact"}, {"lazy": "rows", "row_bias_correction": True}], ids=str
+)
+def test_row_counters_of_a_table_that_lost_its_contiguous_rows(
+    shape: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    """A dense step goes on counting; of three dimensions it moved a copy, and no parameter."""
+    beside, table = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(shape))
+    optimizer = optim.Adam([beside, table], **options)
+    beside.grad, table.grad = torch.ones(3), torch.ones(shape).to_sparse(1)
+    optimizer.step()
+    table.data = table.detach().transpose(0, 1).contiguous().transpose(0, 1)
+    table.grad = torch.ones(shape)
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match="must have contiguous rows"):
+        optimizer.step()
+    assert snapshot(optimizer) == before
+    table.data = table.detach().contiguous()
+    optimizer.step()
+    assert_same_bits(table, torch.full_like(table, table.flatten()[0].item()))
+    assert table.flatten()[0] < 0.9985

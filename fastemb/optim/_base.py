@@ -172,8 +172,8 @@ class RowOptimizer(StatefulOptimizer):
 
         Raises:
             ValueError, TypeError: an option was edited to what the constructor refuses.
-            ValueError: a sparse gradient that is not one of rows, or a table with a sparse
-                gradient whose rows are not contiguous.
+            ValueError: a sparse gradient that is not one of rows, or a table with sparse gradients
+                whose rows are not contiguous.
             IndexError: a row of a sparse gradient outside its table, on the CPU.
             RuntimeError: ``differentiable=True`` and a gradient that torch's optimizers do not
                 take; a sparse gradient of a complex parameter; a gradient or a state of another
@@ -232,7 +232,7 @@ class RowOptimizer(StatefulOptimizer):
                 self._check_shapes(param, queue if table is None else None, state)
                 by_rows = sparse or not self._goes_through_torch(group, param, state)
                 if by_rows:
-                    self._check_row_update(group, param, sparse)
+                    self._check_row_update(group, param, state, sparse)
                 if param.grad is not None:
                     self._check_dtype(param, param.grad, by_rows)
                 if table is not None:
@@ -469,7 +469,7 @@ class RowOptimizer(StatefulOptimizer):
             and not self._keeps_rows(state)
         )
 
-    def _check_row_update(self, group: Options, param: Tensor, sparse: bool) -> None:
+    def _check_row_update(self, group: Options, param: Tensor, state: State, sparse: bool) -> None:
         if group.get("differentiable"):
             raise RuntimeError(
                 f"{type(self).__name__}: differentiable=True takes dense gradients of float32 and "
@@ -493,9 +493,11 @@ class RowOptimizer(StatefulOptimizer):
                 "other dtype of states and no rows; use float32 or float64 parameters with dense "
                 "gradients, and for low precision the MixedPrecisionPolicy of fully_shard"
             )
-        if sparse and not _has_rows(param):
+        # What sparse gradients have begun to count for each row goes on with dense ones.
+        counted = any(name in state for name in ROW_COUNTERS)
+        if (sparse or counted) and not _has_rows(param):
             raise self._error(
-                "a table with a sparse gradient must have contiguous rows, param.stride(1) == 1",
+                "a table with sparse gradients must have contiguous rows, param.stride(1) == 1",
                 f"strides {param.stride()} for shape {tuple(param.shape)}",
             )
 
