@@ -390,8 +390,11 @@ def jobs() -> int:
 
 def compile_all(units: Sequence[Compile]) -> list[str]:
     pool = ThreadPoolExecutor(jobs())
+    stale = [unit for unit in units if not unit.fresh()]
+    # The long ones first, so that all processors end at about the same time.
+    stale.sort(key=lambda unit: (unit.label != "nvcc", -unit.source.stat().st_size))
     try:
-        for done in [pool.submit(unit.run) for unit in units if not unit.fresh()]:
+        for done in [pool.submit(unit.run) for unit in stale]:
             done.result()
     finally:
         pool.shutdown(cancel_futures=True)
@@ -502,7 +505,7 @@ class Native:
         cuda = self.cuda
         print(f"fastemb: building for torch {self.torch.version} in {self.torch.root}", flush=True)
         cpu_units, cuda_units = self.cpu_units(), self.cuda_units(cuda) if cuda else []
-        objects = compile_all([*cuda_units, *cpu_units])  # the slow ones first
+        objects = compile_all([*cuda_units, *cpu_units])
         libraries = [CPU_LIBRARY]
         self.link_cpu(package / CPU_LIBRARY, objects[len(cuda_units) :])
         if cuda:
