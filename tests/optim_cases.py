@@ -131,3 +131,15 @@ class Model64:
         rate = o["lr"] / (1 + (t - 1) * o["lr_decay"])
         self.sum[row] += g * g if self.name == "Adagrad" else (g * g).mean()
         return p - rate * g / (self.sum[row].sqrt() + o["eps"])
+
+
+def train(optimizer: torch.optim.Optimizer, seed: int, steps: int = 2) -> None:
+    """Sparse gradients for SparseAdam, dense ones for the others."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+                sparse = type(optimizer).__name__ == "SparseAdam"
+                param.grad = grad.to_sparse(1) if sparse else grad
+        optimizer.step()
