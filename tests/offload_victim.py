@@ -1,4 +1,4 @@
-"""A process whose children write a table's file until they are killed. See test_offload_files.
+"""A process whose children write a table's file until killed. See test_offload_dirty_files.
 
 Reads lines "PATH MODE" and forks a child for each, so that torch is imported once. Writes the
 child's number when it has begun to write, and "dead" when it has gone.
