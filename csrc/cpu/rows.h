@@ -83,7 +83,8 @@ struct Finished {
 };
 
 // N vectors of columns from `first`; the last of them at `last`, so that the row's end is met by overlapping the
-// neighbour (both compute the same sums).
+// neighbour (both compute the same sums). From `first` on, not from the row's start: a distance that is known is part of
+// an instruction, any other takes a register, of which the loop has none to spare.
 template <int N, bool kScaled, typename Rows, typename Sink>
 FE_FUNCTION void sum_columns(const Rows& rows, int64_t begin, int64_t end, int64_t first, int64_t last,
                              const Sink& sink) {
@@ -92,12 +93,12 @@ FE_FUNCTION void sum_columns(const Rows& rows, int64_t begin, int64_t end, int64
   constexpr int kVectorsPerLine = 64 / static_cast<int>(L * sizeof(typename Rows::Element));
   Vec<A> sums[N] = {};
   for (int64_t i = begin; i < end; ++i) {
-    const auto* row = Rows::row(rows, i);
+    const auto* row = Rows::row(rows, i) + first;
     const auto* ahead = Rows::ahead(rows, i) + first;
 #pragma GCC unroll 8
     for (int v = 0; v < N; ++v) {
       if (v % kVectorsPerLine == 0) prefetch(ahead + v * L);
-      Vec<A> x = load(row + (v == N - 1 ? last : first + v * L));
+      Vec<A> x = load(row + (v == N - 1 ? last - first : v * L));
       if constexpr (kScaled) x = broadcast(Rows::scale(rows, i)) * x;
       sums[v] += x;
     }
