@@ -345,4 +345,4 @@ def test_shim_poisons_shared_memory(emu: emu_backend.EmuBackend) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(SANITIZE, reason="this is the sanitized run")
 def test_sanitized() -> None:
-    run_sanitized(Path(__file__), "kernels", "-k", "not bits")
+    run_sanitized(Path(__file__), "-k", "not bits")

@@ -154,4 +154,4 @@ def test_rows_that_the_history_does_not_know(
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(SANITIZE, reason="this is the sanitized run")
 def test_sanitized() -> None:
-    run_sanitized(Path(__file__), "row_kernels", "-k", "not one_by_one")
+    run_sanitized(Path(__file__), "-k", "not one_by_one")

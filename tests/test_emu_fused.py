@@ -248,5 +248,4 @@ def test_nothing_to_do(lookups: emu_backend.EmuBackend, emu: rows_backend.EmuRow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(SANITIZE, reason="this is the sanitized run")
 def test_sanitized() -> None:
-    emu_backend.build(32, True, "kernels")
-    run_sanitized(Path(__file__), "row_kernels", "-k", "not cpu")
+    run_sanitized(Path(__file__), "-k", "not cpu")

@@ -209,4 +209,4 @@ def test_nothing_to_look_at(emu: grads_backend.EmuGrads) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(SANITIZE, reason="this is the sanitized run")
 def test_sanitized() -> None:
-    run_sanitized(Path(__file__), "grad_kernels", "-k", "not cpu")
+    run_sanitized(Path(__file__), "-k", "not cpu")

@@ -214,4 +214,4 @@ def test_no_bytes_at_all(emu: records_backend.EmuRecords) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(SANITIZE, reason="this is the sanitized run")
 def test_sanitized() -> None:
-    run_sanitized(Path(__file__), "record_kernels", "-k", "not cpu")
+    run_sanitized(Path(__file__), "-k", "not cpu")

@@ -175,4 +175,4 @@ def test_used_rows_beyond_the_gradient(emu: rows_backend.EmuRows, op: str, used:
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(SANITIZE, reason="this is the sanitized run")
 def test_sanitized() -> None:
-    run_sanitized(Path(__file__), "row_kernels", "-k", "not cpu")
+    run_sanitized(Path(__file__), "-k", "not cpu")

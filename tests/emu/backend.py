@@ -1,16 +1,16 @@
 """The CUDA kernels as a backend on CPU tensors, run by ``cuda_emu.h``.
 
-`load` builds the kernels as plain C++ (once for each state of the sources) and gives an object with
-one method per operator, the signatures of `fastemb._native.backend`. Outputs are filled with NaN or
-a marker before the kernels run, so what they leave unwritten shows.
+`load` builds the kernels as plain C++ and gives an object with one method per operator, the
+signatures of `fastemb._native.backend`. Outputs are filled with NaN or a marker before the kernels
+run, so what they leave unwritten shows.
 """
 
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -27,49 +27,55 @@ DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 
 INDEX_TYPES = {torch.int32: 0, torch.int64: 1}
 MODES = {"sum": 0, "mean": 1, "max": 2}
 UNWRITTEN = -77
-SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-O1")
-
-
-def _sources() -> list[Path]:
-    native = [p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".h", ".cuh")]
-    return sorted([*native, *HERE.glob("*.h"), *HERE.glob("*.cpp")])
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 
 
 def build(block: int, sanitize: bool, source: str = "kernels") -> Path:
-    """The module of ``source``.cpp; compiles it when sources or options have changed."""
+    """The module of ``source``.cpp; ninja compiles it when something that it reads has changed."""
     import pybind11
 
-    options = [f"-DFASTEMB_BLOCK_THREADS={block}", *(SANITIZERS if sanitize else ("-O1",))]
-    compiler = os.environ.get("CXX", "g++")
-    command = [
-        *(compiler, "-std=c++20", "-g1", "-fPIC", "-shared", "-fvisibility=hidden"),
-        *("-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
-        *("-DFASTEMB_EMU", *options, f"-I{ROOT / 'csrc'}", f"-I{HERE}"),
-        *(f"-isystem{pybind11.get_include()}", f"-isystem{sysconfig.get_paths()['include']}"),
-        str(HERE / f"{source}.cpp"),
-    ]
-    digest = hashlib.sha256(repr((command, sys.version_info[:2])).encode())
-    for path in _sources():
-        digest.update(path.read_bytes())
-    folder = HERE / "build" / digest.hexdigest()[:16]
-    module = folder / f"fastemb_emu_{source}.so"
+    module = f"fastemb_emu_{source}.so"
+    folder = HERE / "build" / f"{source}-{block}{'-sanitized' if sanitize else ''}"
     folder.mkdir(parents=True, exist_ok=True)
+    command = [
+        *(os.environ.get("CXX", "g++"), "-std=c++20", "-g1", "-fPIC", "-shared"),
+        *("-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"),
+        *("-Wno-unknown-pragmas", "-DFASTEMB_EMU", f"-DFASTEMB_BLOCK_THREADS={block}", "-O1"),
+        *(SANITIZERS if sanitize else ()),
+        *(f"-I{ROOT / 'csrc'}", f"-I{HERE}"),
+        *(f"-isystem{pybind11.get_include()}", f"-isystem{sysconfig.get_paths()['include']}"),
+    ]
+    rules = [
+        "rule module",
+        f"  command = {_escaped(shlex.join(command))} -MD -MF $out.d $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        f"build {module}: module {_escaped(str(HERE / source), path=True)}.cpp",
+    ]
+    # Not under a preloaded sanitizer, which is for what is built.
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     # Other test processes that want the same module wait for it.
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not module.exists():
-            partial = folder / f"{source}.partial"
-            subprocess.run([*command, "-o", str(partial)], check=True)
-            partial.rename(module)
-    return module
+        (folder / "build.ninja").write_text("\n".join([*rules, ""]))
+        ninja = [sys.executable, "-m", "ninja", "--quiet", "-C", str(folder)]
+        subprocess.run(ninja, env=environment, check=True)
+    return folder / module
+
+
+def _escaped(text: str, path: bool = False) -> str:
+    """As ninja reads it: $ announces a variable, and in a list of files a space ends one."""
+    text = text.replace("$", "$$")
+    return text.replace(" ", "$ ").replace(":", "$:") if path else text
 
 
 def missing_tools() -> str | None:
     """Why the kernels cannot be built here, or None."""
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         return "no C++ compiler"
-    if importlib.util.find_spec("pybind11") is None:
-        return "no pybind11"
+    for module in ("ninja", "pybind11"):
+        if importlib.util.find_spec(module) is None:
+            return f"no {module}"
     return None
 
 
