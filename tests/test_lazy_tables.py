@@ -394,6 +394,20 @@ def test_rows_outlive_their_optimizer() -> None:
     assert id(module.weight) not in TABLES
 
 
+@pytest.mark.parametrize("gone", [False, True])
+def test_flush_of_the_next_optimizer(gone: bool) -> None:
+    """As after a restart with another learning rate, before anything has been looked up."""
+    module, optimizer = asleep()
+    want = flushed_copy(module)
+    other = optim.Adam(module.parameters(), lazy="exact")
+    if gone:
+        del optimizer
+        gc.collect()
+    other.flush()
+    assert_same_bits(module.weight, want)
+    assert not other.state
+
+
 def test_entries_go_with_the_parameter() -> None:
     module, optimizer = asleep()
     key = id(module.weight)

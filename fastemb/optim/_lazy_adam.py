@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from fastemb._reference import accumulation_dtype
+from fastemb._sleeping import wake_all
 from fastemb.optim._base import Offloaded, RowCall, RowOptimizer, Update, seed_of
 from fastemb.optim._exact import Rule, all_sleepers_of, link, refuse_capture, sleepers_of
 from fastemb.optim._options import Options, float_or_tensor, require_number
@@ -126,6 +128,7 @@ class LazyAdam(AdamRows):
     def flush(self) -> None:
         """Catch up all rows that sleep under ``lazy="exact"``; without any this does nothing.
 
+        Also rows that sleep for an earlier optimizer of the same parameters, which may be gone.
         Afterwards every weight and every state is what dense Adam would have, up to rounding. Call
         it before anything but `fastemb.nn` and `fastemb.functional` reads or writes such a table:
         a lookup by torch, an average or a norm of the weights, an export, or assigning weights.
@@ -137,6 +140,8 @@ class LazyAdam(AdamRows):
         """
         for sleepers in all_sleepers_of(self):
             sleepers.wake_all()
+        # Rows may still sleep for an optimizer that had the parameters before this one.
+        wake_all(*chain.from_iterable(group["params"] for group in self.param_groups))
 
     def _retire_sleepers(self) -> None:
         """Make all states those of dense Adam, without ``row_step``; the next step begins anew."""
