@@ -163,6 +163,22 @@ def test_complex_gradients(norm_type: float, foreach: bool | None) -> None:
         torch.testing.assert_close(p.grad, q.grad)
 
 
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_gradients_that_are_changed_when_they_are_read(foreach: bool | None) -> None:
+    z = nn.Parameter(torch.randn(3, 2, dtype=torch.complex64))
+    (z.conj() * 5).sum().real.backward()
+    assert z.grad is not None
+    assert z.grad.is_conj()
+    p = nn.Parameter(torch.zeros(3))
+    p.grad = torch.full((3,), 2j).conj().imag
+    assert p.grad.is_neg()
+    norm = clip_grad_norm_([z, p], 1.0, foreach=foreach)
+    expected = math.sqrt(6 * 25 + 3 * 4)
+    torch.testing.assert_close(norm, torch.tensor(expected))
+    torch.testing.assert_close(z.grad, torch.full((3, 2), 5 / expected, dtype=torch.complex64))
+    torch.testing.assert_close(p.grad, torch.full((3,), -2 / expected))
+
+
 def test_aliased_gradients_are_scaled_once() -> None:
     values = torch.full((2, 2), 2.0)
     a, b = with_gradients(coo([0, 1], values, 3), coo([2, 0], values, 4))

@@ -200,7 +200,12 @@ def _scale(
         grad = _grad(param)
         sparse = grad.layout != torch.strided
         target = grad._values() if sparse else grad
-        if _overlaps_itself(target) or (_place(target) not in targets and in_use.overlaps(target)):
+        if (
+            target.is_conj()  # torch multiplies no list of what is conjugated when it is read
+            or target.is_neg()
+            or _overlaps_itself(target)
+            or (_place(target) not in targets and in_use.overlaps(target))
+        ):
             target = target.clone(memory_format=torch.contiguous_format)
             param.grad = _with_values(grad, target) if sparse else target
         targets.setdefault(_place(target), target)
