@@ -466,6 +466,25 @@ def test_a_cleared_state_begins_anew() -> None:
     assert int(optimizer.state[module.weight]["step"]) == 1
 
 
+@pytest.mark.parametrize("rows", [ROWS - 20, ROWS + 20])
+def test_another_shape_while_rows_sleep(rows: int) -> None:
+    """A vocabulary that grows or shrinks, without a flush before."""
+    module, optimizer = asleep()
+    data = torch.cat([module.weight.data, torch.ones(20, DIM)])[:rows]
+    module.weight.data, module.num_embeddings = data.clone(), rows
+    ids = torch.tensor([rows - 1])
+    words = rf"\({ROWS}, {DIM}\) slept .* the shape \({rows}, {DIM}\)"
+    for read in (lambda: module(ids), optimizer.flush, optimizer.state_dict, module.state_dict):
+        with pytest.raises(RuntimeError, match=words):
+            read()
+    assert_same_bits(module.weight, data)
+    del optimizer.state[module.weight]
+    lookup_step(module, optimizer, ids)
+    assert_same_bits(module.weight[: rows - 1], data[: rows - 1])
+    assert int(optimizer.state[module.weight]["step"]) == 1
+    assert optimizer.state[module.weight]["exp_avg"].shape == data.shape
+
+
 # ---- options ----
 
 

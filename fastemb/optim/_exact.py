@@ -53,7 +53,9 @@ class SleepingRows:
         pending: steps since all rows were current; skipped ones may count.
     """
 
-    def __init__(self, owner: object, param: Tensor, state: State, rule: Rule) -> None:
+    def __init__(
+        self, owner: torch.optim.Optimizer, param: Tensor, state: State, rule: Rule
+    ) -> None:
         self.lock = Lock()
         self.state = state
         self.pending = 0
@@ -90,7 +92,7 @@ class SleepingRows:
         if not _fits(ids, param):
             return
         refuse_capture(param, "a lookup in")
-        if self.pending == 0:
+        if self.pending == 0 or not self._has_rows_of(param):
             return
         num_embeddings = param.shape[0]
         padding = -1 if padding_idx is None else padding_idx % num_embeddings
@@ -206,6 +208,8 @@ class SleepingRows:
         param = self._param()
         if param is None or self.pending == 0 or param.numel() == 0:
             return
+        if not self._has_rows_of(param):
+            return
         with torch.no_grad():
             asleep = True
             if on_host(param):
@@ -213,6 +217,25 @@ class SleepingRows:
             if asleep:
                 self._wake(param, None, None)
         self.pending = 0
+
+    def _has_rows_of(self, param: Tensor) -> bool:
+        """Whether there are states for the parameter as it is; else it begins anew.
+
+        Raises:
+            RuntimeError: its ``.data`` was replaced by another shape, and the optimizer still has
+                the states of the old one.
+        """
+        shape = self.state["exp_avg"].shape
+        if param.shape == shape:
+            return True
+        owner = self._owner()
+        if owner is not None and owner.state.get(param) is self.state:
+            raise RuntimeError(
+                f"lazy='exact': the rows of a parameter of shape {tuple(shape)} slept when it got "
+                f"the shape {tuple(param.shape)}, and cannot be woken; call optimizer.flush() "
+                "before, or delete its entry in optimizer.state, without which it begins anew"
+            )
+        return False
 
     def _wake(self, param: Tensor, rows: Tensor | None, used_rows: Tensor | None) -> None:
         """Catch up rows, and tell autograd.
@@ -229,7 +252,7 @@ class SleepingRows:
 _linking = Lock()
 
 
-def link(owner: object, param: Tensor, state: State, rule: Rule) -> None:
+def link(owner: torch.optim.Optimizer, param: Tensor, state: State, rule: Rule) -> None:
     """Let the rows of a table sleep from here on, unless they do already.
 
     Args:
