@@ -297,6 +297,22 @@ def test_complex_gradients(how: str) -> None:
     assert scaler.get_scale() == SCALE / 2
 
 
+@pytest.mark.parametrize("how", ["step", "unscale", "clip"])
+@pytest.mark.parametrize("make", [optim.SGD, torch.optim.SGD])
+def test_gradients_that_are_negated_when_they_are_read(how: str, make: Any) -> None:
+    p = with_grad(torch.zeros(1), torch.tensor([3j * SCALE]).conj().imag)
+    assert p.grad is not None
+    assert p.grad.is_neg()
+    optimizer, scaler = make([p], lr=1.0), begin()
+    if how == "unscale":
+        scaler.unscale_(optimizer)
+        torch.testing.assert_close(p.grad, torch.tensor([-3.0]))
+    elif how == "clip":
+        assert float(scaler.clip_grad_norm_(optimizer, 10.0)) == 3.0
+    scaler.step(optimizer)
+    torch.testing.assert_close(p.detach(), torch.tensor([3.0]))
+
+
 @pytest.mark.parametrize("sparse", [False, True])
 def test_fp16_gradients_with_optimizers_of_torch(sparse: bool) -> None:
     values = torch.full((2, 2), 512.0, dtype=torch.float16)

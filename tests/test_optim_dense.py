@@ -209,6 +209,16 @@ def test_gradients_of_other_dtypes_and_strides() -> None:
     assert p.grad is grad
 
 
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "SGD"])
+def test_gradients_that_are_negated_when_they_are_read(name: str) -> None:
+    p, q = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    p.grad, q.grad = torch.tensor([2j]).conj().imag, torch.tensor([-2.0])
+    assert p.grad.is_neg()
+    getattr(optim, name)([p], lr=0.1).step()
+    getattr(torch.optim, name)([q], lr=0.1, fused=True).step()
+    assert_same_bits(p, q)
+
+
 def test_default_is_fused_and_explicit_choices_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     kernel = torch._fused_adam_

@@ -427,7 +427,8 @@ class GradientCheck:
         Args:
             gradient: the ``.grad`` that has other values, where these cannot be written.
         """
-        if values.numel() > 0 and (not is_dense(values) or self._taken.overlaps(values)):
+        writable = is_dense(values) and not values.is_neg()
+        if values.numel() > 0 and (not writable or self._taken.overlaps(values)):
             values = values.clone(memory_format=torch.contiguous_format)
             _set_grad(param, gradient(values))
         return _one_piece(values)
@@ -446,6 +447,7 @@ class GradientCheck:
 
 def _one_piece(grad: Tensor) -> Tensor:
     """The elements as the operators take them, without a copy where that is possible."""
+    grad = grad.resolve_neg()
     if grad.is_contiguous():
         return grad
     return flat(grad) if is_dense(grad) else grad.contiguous()

@@ -121,7 +121,8 @@ def run_fused(
         if not is_dense(param):
             param = torch.empty_like(param).copy_(param)
             copies.append((update.param, param))
-        grad = laid_out_like(update.grad, param)
+        # torch's kernels refuse what is negated when it is read, after the step was counted.
+        grad = laid_out_like(update.grad.resolve_neg(), param)
         prepared.append(update._replace(param=param, grad=grad))
     if one_pass is not None:
         prepared = [rest for update in prepared for rest in _in_one_pass(one_pass, update)]
