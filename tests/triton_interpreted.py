@@ -235,6 +235,27 @@ def test_first_error_is_kept_and_raised_once() -> None:
     errors.check_errors()
 
 
+@pytest.mark.parametrize("value", [None, "", "0", "1", "true"])
+@pytest.mark.parametrize("capturing", [False, True])
+def test_checks_at_once(
+    monkeypatch: pytest.MonkeyPatch, capturing: bool, value: str | None
+) -> None:
+    """They are asked for as with the CUDA library, and spare the capture of a graph."""
+    device = torch.device("cuda", 0)
+    claim = errors.caller_of("op", "t") * errors.KINDS.value + errors.BAD_INDEX.value
+    monkeypatch.setitem(errors._status, device, torch.tensor([claim, 1, 8, 3]))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    if value is None:
+        monkeypatch.delenv("FASTEMB_SYNC_CHECKS", raising=False)
+    else:
+        monkeypatch.setenv("FASTEMB_SYNC_CHECKS", value)
+    if capturing or value not in ("1", "true"):
+        errors.settle(device)
+        return
+    with pytest.raises(IndexError, match=r"^op: index 8 at position 1"):
+        errors.settle(device)
+
+
 def test_a_pending_error_surfaces_in_the_sparse_backward() -> None:
     device = torch.device("cpu")
     indices = torch.tensor([[4]])

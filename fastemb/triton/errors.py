@@ -91,7 +91,9 @@ def caller_of(op: str, table: str) -> int:
 
 def settle(device: torch.device) -> None:
     """Call after every launch: raises at once where that was asked for or costs nothing."""
-    if device.type == "cpu" or os.environ.get("FASTEMB_SYNC_CHECKS", "0") == "1":
+    asked = os.environ.get("FASTEMB_SYNC_CHECKS", "0") not in ("", "0")
+    # A graph that is being captured has not run, and nothing may wait for it.
+    if device.type == "cpu" or (asked and not torch.cuda.is_current_stream_capturing()):
         raise_pending(device)
 
 
