@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from fastemb.offload._lanes import Event, Lane, LaneClosedError, ThrottledLane, computed
+from fastemb.offload._transfers import Transfers
 
 CPU = torch.device("cpu")
 
@@ -393,3 +394,15 @@ def test_streams_wait_for_each_other() -> None:
     assert int(host.min()) == int(host.max()) == 7
     for lane in (first, second):
         lane.close()
+
+
+def test_lanes_share_all_staging_memory_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or who gets it after the engine is gone would find late copies of lanes in it."""
+    shared: set[int] = set()
+    monkeypatch.setattr(Transfers, "share", lambda self, memory: shared.add(memory.data_ptr()))
+    transfers = Transfers(CPU, 64, "off", Lane)
+    for record_bytes in (64, 128):
+        transfers.make_room(record_bytes)
+        for staging in (transfers._in, transfers._out):
+            assert {staging.device(k, 1, record_bytes).data_ptr() for k in range(2)} <= shared
+    transfers.close()

@@ -100,7 +100,9 @@ class _Staging:
     def __init__(self, device: torch.device, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._host = [_mapping.buffer(num_bytes, torch.uint8, device) for _ in range(2)]
-        self._device = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        self.on_device = [
+            torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)
+        ]
         if device.type == "cuda":  # or the zeros could come after what a lane writes
             torch.cuda.current_stream(device).synchronize()
         self._users: list[Event | None] = [None, None]
@@ -118,7 +120,7 @@ class _Staging:
         return self._host[buffer][: records * record_bytes].view(records, record_bytes)
 
     def device(self, buffer: int, records: int, record_bytes: int) -> Tensor:
-        return self._device[buffer][: records * record_bytes].view(records, record_bytes)
+        return self.on_device[buffer][: records * record_bytes].view(records, record_bytes)
 
 
 class Transfers:
@@ -150,13 +152,13 @@ class Transfers:
         self.failures: deque[Failure] = deque()
         self.reported: deque[BaseException] = deque()
         self.verify = verify
-        self._in = _Staging(device, staging_bytes)
-        self._out = _Staging(device, staging_bytes)
         self._gather = make_lane("gather", torch.device("cpu"))
         self._deliver = make_lane("deliver", device)
         self._collect = make_lane("collect", device)
         self._store = make_lane("store", torch.device("cpu"))
         self._lanes = (self._gather, self._deliver, self._collect, self._store)
+        self._in = self._staging(staging_bytes)
+        self._out = self._staging(staging_bytes)
         self._traffic = Traffic()
         self._counting = Lock()
         self._sampled = 0
@@ -170,7 +172,13 @@ class Transfers:
         for name in ("_in", "_out"):
             if getattr(self, name).num_bytes < record_bytes:
                 self.drain()  # the old ones are given back, and streams must have left them
-                setattr(self, name, _Staging(self.device, record_bytes))
+                setattr(self, name, self._staging(record_bytes))
+
+    def _staging(self, num_bytes: int) -> _Staging:
+        staging = _Staging(self.device, num_bytes)
+        for memory in staging.on_device:
+            self.share(memory)
+        return staging
 
     def share(self, memory: Tensor) -> None:
         """Lanes use ``memory`` on the device: once it is freed, nobody gets it before they end."""
