@@ -8,6 +8,7 @@ Lookups are kept small: an interpreted step takes about a millisecond.
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -233,6 +234,22 @@ def test_first_error_is_kept_and_raised_once() -> None:
     ):
         errors.check_errors()
     errors.check_errors()
+
+
+def test_words_are_zero_before_another_stream_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, words = torch.device("cuda", 0), torch.zeros(4, dtype=torch.int64)
+    waited: list[torch.device] = []
+
+    def current_stream(device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(synchronize=lambda: waited.append(device))
+
+    monkeypatch.setattr(errors, "_status", {})
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: words)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    for _ in range(2):
+        assert errors.status_of(device) is words
+    assert waited == [device]  # once, not at each launch
 
 
 @pytest.mark.parametrize("value", [None, "", "0", "1", "true"])

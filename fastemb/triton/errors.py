@@ -75,7 +75,11 @@ def status_of(device: torch.device) -> Tensor:
     """The device's four words."""
     with _lock:
         if device not in _status:
-            _status[device] = torch.zeros(4, dtype=torch.int64, device=device)
+            status = torch.zeros(4, dtype=torch.int64, device=device)
+            if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+                # Kernels on other streams could come before the zeros.
+                torch.cuda.current_stream(device).synchronize()
+            _status[device] = status
         return _status[device]
 
 
