@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from fastemb import _convert_boundary, _convert_offload
-from fastemb._convert_report import ConvertedTable, Report, display, short, taken
+from fastemb._convert_report import ConvertedTable, Report, covers, display, short, taken
 from fastemb._memory import advise_huge_pages
 from fastemb._row_queue import refuse_waiting
 from fastemb._sleeping import wake_all
@@ -112,7 +112,8 @@ def convert(
         )
     if sparse is not None and not isinstance(sparse, bool) and sparse != "fused":
         raise TypeError(f"convert: sparse must be True, False, 'fused' or None, got {sparse!r}")
-    chosen, skipped = _select("convert", model, skip)
+    skip = _checked_skip("convert", model, skip)
+    chosen, skipped = _select(model, skip)
     layers = _convert_boundary.select(model, boundary)
     for name, module in chosen.items():
         reason = _obstacle(module)
@@ -182,7 +183,8 @@ def revert(model: nn.Module, *, skip: Skip = ()) -> Report:
         RuntimeError: gradients of ``sparse="fused"`` wait for a step.
         In all cases the model is unchanged.
     """
-    chosen, skipped = _select("revert", model, skip)
+    skip = _checked_skip("revert", model, skip)
+    chosen, skipped = _select(model, skip)
     ours = {name: module for name, module in chosen.items() if isinstance(module, Table)}
     for name, module in ours.items():
         if module._parameters.get("weight") is None:
@@ -270,26 +272,32 @@ def _is_scripted(module: nn.Module) -> bool:
     )
 
 
-def _select(op: str, model: nn.Module, skip: Skip) -> tuple[dict[str, Any], set[str]]:
-    """Embeddings by name, without those to skip, and the names of these."""
+def _checked_skip(op: str, model: nn.Module, skip: Skip) -> Skip:
+    """``skip`` as a function or as names that are in the model, to be read more than once."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{op}: model must be a torch.nn.Module, got {type(model).__name__}")
-    if not callable(skip) and not isinstance(skip, Iterable):
+    if callable(skip):
+        return skip
+    if not isinstance(skip, Iterable):
         raise TypeError(f"{op}: skip must be names of modules or a function, got {skip!r}")
-    if isinstance(skip, str):
-        skip = [skip]
+    names = (skip,) if isinstance(skip, str) else tuple(skip)
+    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    for entry in names:
+        if entry not in known:
+            raise ValueError(f"{op}: skip must name modules of the model, got {entry!r}")
+    return names
+
+
+def _select(model: nn.Module, skip: Skip) -> tuple[dict[str, Any], set[str]]:
+    """Embeddings by name, without those to skip, and the names of these."""
     if callable(skip):
         skipped = {name for name, module in _embeddings(model) if skip(name, module)}
     else:
-        known = {name for name, _ in model.named_modules(remove_duplicate=False)}
-        for entry in skip:
-            if entry not in known:
-                raise ValueError(f"{op}: skip must name modules of the model, got {entry!r}")
         # A module may be reached by several names; any of them will do.
         left = {
             id(module)
             for name, module in model.named_modules(remove_duplicate=False)
-            if any(name == entry or name.startswith(f"{entry}.") for entry in skip)
+            if covers(skip, name)
         }
         skipped = {name for name, module in _embeddings(model) if id(module) in left}
     return {n: m for n, m in _embeddings(model) if n not in skipped}, skipped

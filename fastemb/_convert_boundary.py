@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from torch import nn
 
-from fastemb._convert_report import display, taken
+from fastemb._convert_report import covers, display, taken
 from fastemb.amp.boundary import BoundaryLinear
 
 _ATTRIBUTES = ("group", "_scaler", "_boundary_name")  # of a boundary
@@ -64,15 +64,10 @@ def boundaries(
     """
     chosen: dict[int, tuple[str, BoundaryLinear]] = {}
     left: set[int] = set()
-    entries = [skip] if isinstance(skip, str) else skip
     for name, module in model.named_modules(remove_duplicate=False):
         if not isinstance(module, BoundaryLinear):
             continue
-        if callable(entries):
-            skipped = entries(name, module)
-        else:
-            skipped = any(name == entry or name.startswith(f"{entry}.") for entry in entries)
-        if skipped:
+        if skip(name, module) if callable(skip) else covers(skip, name):
             left.add(id(module))
         chosen.setdefault(id(module), (name, module))
     for key, (name, module) in chosen.items():

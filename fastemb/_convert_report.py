@@ -95,6 +95,11 @@ def display(name: str) -> str:
     return name or "(the model itself)"
 
 
+def covers(names: Iterable[str], name: str) -> bool:
+    """Whether ``name`` is one of the ``names``, or below one; all is below the model itself, ""."""
+    return any(name == entry or name.startswith(entry and f"{entry}.") for entry in names)
+
+
 def taken(module: nn.Module, names: Iterable[str]) -> str | None:
     """The first of the names under which a module has something of its own, None for none."""
     own = (vars(module), module._parameters, module._buffers, module._modules)

@@ -271,6 +271,29 @@ def test_skip_by_name_and_by_function() -> None:
     assert type(model.user["id"]) is fnn.Embedding
 
 
+def test_skip_by_names_that_can_be_read_once() -> None:
+    model = nn.Sequential(nn.Embedding(4, 2), nn.Embedding(4, 2), nn.Linear(2, 2))
+    fastemb.convert(model, skip=(name for name in ["0"]), boundary=["2"])
+    assert [type(module) for module in model] == [
+        nn.Embedding,
+        fnn.Embedding,
+        fastemb.amp.BoundaryLinear,
+    ]
+
+    fastemb.revert(model, skip=(name for name in ["1", "2"]))
+    assert [type(module) for module in model] == [
+        nn.Embedding,
+        fnn.Embedding,
+        fastemb.amp.BoundaryLinear,
+    ]
+
+
+def test_skip_the_model_itself_and_so_all() -> None:
+    model = TwoTower()
+    fastemb.convert(model, skip=[""])
+    assert not any(isinstance(m, (fnn.Embedding, fnn.EmbeddingBag)) for m in model.modules())
+
+
 def test_a_name_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="skip must name modules of the model, got 'usr'"):
         fastemb.convert(TwoTower(), skip=["usr"])
