@@ -31,7 +31,16 @@ from offload_faults import (
     Swapped,
 )
 
-from fastemb.offload import IntegrityError, _slots, _transfers
+from fastemb.offload import (
+    CacheTooSmallError,
+    DirtyFileError,
+    FileFormatError,
+    FileGoneError,
+    FileInUseError,
+    IntegrityError,
+    _slots,
+    _transfers,
+)
 from fastemb.offload._file import HEADER_BYTES
 from fastemb.offload._host import HostTable
 
@@ -656,6 +665,16 @@ def test_errors_can_be_copied_and_pickled() -> None:
         assert (other.table, other.rows, other.step) == ("t", [3, 4], 7)
         assert other.direction == "to device"
         assert [str(also) for also in other.also] == [str(found)]
+    for error in (
+        CacheTooSmallError("t", 5, 7, 6),
+        DirtyFileError(Path("t"), 3),
+        FileFormatError(Path("t"), "a table", "nothing"),
+        FileGoneError(Path("t")),
+        FileInUseError(Path("t")),
+    ):
+        for other in (copy.copy(error), pickle.loads(pickle.dumps(error))):
+            assert (type(other), str(other)) == (type(error), str(error))
+            assert vars(other) == vars(error)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -74,6 +74,9 @@ class FileFormatError(ValueError):
         self.found = found
         super().__init__(f"{path}: expected {expected}, found {found}")
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.path, self.expected, self.found)
+
 
 class FileInUseError(RuntimeError):
     """A file is open elsewhere: in another process, or in this one."""
@@ -84,6 +87,9 @@ class FileInUseError(RuntimeError):
             f"{path} is open for writing, in another process or in this one; only one may have it "
             "open: close the table there first"
         )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.path,)
 
 
 class FileGoneError(RuntimeError):
@@ -96,6 +102,9 @@ class FileGoneError(RuntimeError):
             "one, so nobody would find what is flushed; bring it back, or save the state_dict() of "
             "the model and of the optimizer"
         )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.path,)
 
 
 class DirtyFileError(RuntimeError):
@@ -114,6 +123,9 @@ class DirtyFileError(RuntimeError):
             f"written, or newer than the last flush (step {step}). Go back to a checkpoint, or "
             "open it with recover=True, which looks for half-written records"
         )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.path, self.step)
 
 
 # ---------------------------------------------------------------------------------------------

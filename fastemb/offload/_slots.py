@@ -34,6 +34,7 @@ class CacheTooSmallError(RuntimeError):
     def __init__(self, table: str, num_rows: int, num_needed: int, num_slots: int) -> None:
         self.num_needed = num_needed
         self.num_slots = num_slots
+        self._batch = table, num_rows
         held = num_needed - num_rows
         others = (
             f", and {held} more are held for batches that are under way, in a loop that has not "
@@ -46,6 +47,9 @@ class CacheTooSmallError(RuntimeError):
             f"the cache has {num_slots} slots and would need {num_needed}: give the engine a "
             "larger cache"
         )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (*self._batch, self.num_needed, self.num_slots)
 
 
 @dataclass(frozen=True, eq=False)
