@@ -35,6 +35,13 @@ from pathlib import Path
 from typing import ClassVar
 
 import setuptools
+
+if int(setuptools.__version__.split(".")[0]) < 77:  # which may lack what is imported next
+    raise SystemExit(
+        f"\nfastemb: setuptools >= 77 is needed to build, this is {setuptools.__version__}: "
+        "pip install -U setuptools, or leave out --no-build-isolation\n"
+    )
+
 from setuptools import Command, Distribution
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
@@ -610,11 +617,6 @@ class PlatformWheel(bdist_wheel):
 
 
 if __name__ == "__main__":
-    if int(setuptools.__version__.split(".")[0]) < 77:
-        raise BuildError(
-            f"setuptools >= 77 is needed to build, this is {setuptools.__version__}: "
-            "pip install -U setuptools, or leave out --no-build-isolation"
-        )
     setuptools.setup(
         distclass=NativeDistribution,
         cmdclass={

@@ -453,6 +453,20 @@ def test_old_nvcc_is_refused(setup: ModuleType, tmp_path: Path) -> None:
         setup.inspect_nvcc(str(fake_nvcc(tmp_path, "11.8")))
 
 
+def test_old_setuptools_is_refused(tmp_path: Path) -> None:
+    """It is what a venv of Python 3.11 has, and what --no-build-isolation then builds with."""
+    (tmp_path / "setuptools").mkdir()
+    (tmp_path / "setuptools" / "__init__.py").write_text("__version__ = '65.5.0'")
+    done = subprocess.run(
+        [sys.executable, ROOT / "setup.py", "--version"],
+        env=environment(PYTHONPATH=str(tmp_path)),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("\nfastemb: setuptools >= 77 is needed to build, this is 65.5.0")
+
+
 def test_wrong_settings_are_named(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTEMB_BUILD", "gpu")
     with pytest.raises(SystemExit, match="FASTEMB_BUILD must be auto, cpu, cuda or none"):
