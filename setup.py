@@ -57,10 +57,11 @@ MIN_TORCH = (2, 11)
 CPU_LIBRARY, CUDA_LIBRARY, BUILD_INFO = "_C.so", "_C_cuda.so", "build_info.json"
 
 STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020b000000000000", "-DTORCH_STABLE_ONLY"]
-# CPU and CUDA agree bit for bit, hence no contraction to fma anywhere and no fast-math: what is to
-# be fused says so.
+# CPU and CUDA agree bit for bit, hence no contraction to fma anywhere and no fast-math, not from
+# CXXFLAGS either: what is to be fused says so.
 CXX_FLAGS = [
-    "-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno",
+    "-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-fast-math",
+    "-fno-math-errno",
     "-Wall", "-Wextra", "-Wno-psabi",
 ]  # fmt: skip
 NVCC_FLAGS = [

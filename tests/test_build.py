@@ -323,6 +323,18 @@ def test_objects_follow_headers_and_flags(setup: ModuleType, tmp_path: Path) -> 
 
 
 @needs_compiler
+def test_fast_math_of_the_user_stops_at_the_kernels(
+    setup: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes infinities and NaN for impossible, and sums in any order."""
+    monkeypatch.setenv("CXXFLAGS", "-march=native -ffast-math")
+    native = setup.Native()
+    defined = setup.output_of([*native.cxx, *native.flags, "-dM", "-E", "-xc++", os.devnull])
+    assert "__FAST_MATH__" not in defined
+    assert "__FINITE_MATH_ONLY__ 0" in defined
+
+
+@needs_compiler
 def test_kernels_compile_before_torch_is_there(
     setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
