@@ -142,8 +142,9 @@ def why_pure() -> str | None:
         warn(
             f"{missing}.\n"
             "  fastemb is installed as pure Python: correct, but slow. For the native kernels\n"
-            "  install g++ (for example `apt-get install g++`) and reinstall:\n"
-            "    pip install --force-reinstall --no-deps fastemb"
+            "  install g++ (for example `apt-get install g++`) and install again from where this\n"
+            "  comes from:\n"
+            "    pip install --force-reinstall --no-deps --no-cache-dir ..."
         )
     return missing
 

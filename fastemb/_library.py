@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 import platform
 import re
+import shlex
 import struct
 from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +53,26 @@ def build_info() -> dict[str, Any] | None:
 
 def reinstall_command() -> str:
     """The command that builds this installation anew."""
+    pip = "pip install --force-reinstall --no-deps"
     if (PACKAGE.parent / "setup.py").is_file():
-        return f"pip install --force-reinstall --no-deps -e {PACKAGE.parent}"
-    return "pip install --force-reinstall --no-deps --no-cache-dir --no-binary fastemb fastemb"
+        return f"{pip} -e {shlex.quote(str(PACKAGE.parent))}"
+    return f"{pip} --no-cache-dir --no-binary fastemb {shlex.quote(_installed_from())}"
+
+
+def _installed_from() -> str:
+    """The sources that pip was given, as it takes them: a folder, repository or archive.
+
+    pip writes that down (PEP 610), and nothing for what it found by name.
+    """
+    try:
+        origin = json.loads(distribution("fastemb").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, json.JSONDecodeError):
+        origin = {}
+    url = str(origin.get("url", ""))
+    if not url or url.endswith(".whl"):
+        return "fastemb"
+    vcs = origin.get("vcs_info")
+    return f"{vcs['vcs']}+{url}@{vcs['commit_id']}" if vcs else url
 
 
 def load(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -206,6 +207,40 @@ def test_message_without_build_info(package: Path) -> None:
     text = failure(package)
     assert "unknown (no build_info.json beside it)" in text
     assert "cause:   the file is damaged" in text
+
+
+@pytest.mark.parametrize(
+    ("origin", "source"),
+    [
+        (None, "fastemb"),
+        ({"url": "file:///a%20b/fastemb", "dir_info": {}}, "file:///a%20b/fastemb"),
+        (
+            {"url": "https://h/f.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}},
+            "git+https://h/f.git@abc",
+        ),
+        ({"url": "https://h/fastemb-1.tar.gz", "archive_info": {}}, "https://h/fastemb-1.tar.gz"),
+        ({"url": "https://h/fastemb-1-py3-none-linux_x86_64.whl", "archive_info": {}}, "fastemb"),
+    ],
+)
+def test_the_cure_builds_from_where_the_package_came(
+    package: Path, origin: dict[str, object] | None, source: str
+) -> None:
+    (package / "_C.so").write_bytes(b"")
+    info = package.parent / "fastemb-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fastemb\nVersion: 1\n")
+    if origin is not None:
+        (info / "direct_url.json").write_text(json.dumps(origin))
+    assert f" --no-binary fastemb {source}\n" in failure(package)
+
+
+def test_the_cure_of_a_source_tree_with_a_space_in_its_path(tmp_path: Path, package: Path) -> None:
+    tree = tmp_path / "a b"
+    tree.mkdir()
+    (tree / "setup.py").touch()
+    package = package.rename(tree / "fastemb")
+    (package / "_C.so").write_bytes(b"")
+    assert f" -e '{tree}'\n" in failure(package)
 
 
 def test_broken_library_is_not_touched_when_reference_is_forced(package: Path) -> None:
