@@ -433,6 +433,13 @@ class Native:
         compiler = find_compiler()
         assert compiler is not None  # why_pure() saw to it
         self.cxx = compiler
+        try:
+            output_of([*self.cxx, "-std=c++20", "-fsyntax-only", "-xc++", os.devnull])
+        except BuildError as error:
+            raise BuildError(
+                f"a C++20 compiler is needed, and {shlex.join(self.cxx)} is none: install a newer "
+                f"one and name it in CXX, or set FASTEMB_BUILD=none\n{error}"
+            ) from None
         self.machine = output_of([*self.cxx, "-dumpmachine"]).strip()
         self.flags = [*shlex.split(os.environ.get("CXXFLAGS", "")), *CXX_FLAGS]
 

@@ -479,6 +479,17 @@ def test_old_setuptools_is_refused(tmp_path: Path) -> None:
     assert done.stderr.startswith("\nfastemb: setuptools >= 77 is needed to build, this is 65.5.0")
 
 
+def test_old_compiler_is_refused(
+    setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = tmp_path / "g++ 9"
+    old.write_text('#!/bin/sh\necho "unrecognized command-line option $1"; exit 1\n')
+    old.chmod(0o755)
+    monkeypatch.setenv("CXX", f"'{old}'")
+    with pytest.raises(SystemExit, match=r"(?s)C\+\+20 compiler is needed.*option -std=c\+\+20"):
+        setup.Native()
+
+
 def test_wrong_settings_are_named(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTEMB_BUILD", "gpu")
     with pytest.raises(SystemExit, match="FASTEMB_BUILD must be auto, cpu, cuda or none"):
