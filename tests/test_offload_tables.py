@@ -199,8 +199,12 @@ def test_reset_rows() -> None:
     assert (model.t0(torch.tensor([[59]])) == 2).all()
     with raises(KeyError, "t9"):
         engine.reset_rows("t9", rows, {"weight": torch.zeros(3, 3)})
-    with raises(IndexError, "60"):
-        engine.reset_rows("t0", torch.tensor([60]), {"weight": torch.zeros(1, 3)})
+    for row in (60, -1):
+        with raises(IndexError, f"row {row} at position 1", "'t0' with 60 rows"):
+            engine.reset_rows("t0", torch.tensor([5, row]), {"weight": torch.zeros(2, 3)})
+    assert {f: bits(v) for f, v in engine.state_dict()["t0"].items()} == {
+        f: bits(v) for f, v in after.items()
+    }
 
 
 @pytest.mark.parametrize("prefetch", [True, False])

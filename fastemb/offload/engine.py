@@ -514,6 +514,14 @@ class OffloadEngine:
                 )
         table = self.tables[name]
         table.open()
+        num_rows = table.host.num_rows
+        outside = torch.where((rows < 0) | (rows >= num_rows))[0]
+        if len(outside):
+            position = int(outside[0])
+            raise IndexError(
+                f"reset_rows: row {int(rows[position])} at position {position} is outside table "
+                f"{name!r} with {num_rows} rows"
+            )
         table.reset(rows, values)
 
     def torn(self) -> dict[str, list[int]]:
