@@ -16,6 +16,7 @@ Environment
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.util
 import json
 import os
@@ -343,6 +344,16 @@ def choose_cuda(torch: Torch) -> Cuda | None:
 # ---- compiling --------------------------------------------------------------------------------
 
 
+def identity(file: str) -> str:
+    """The content of a file of this tree, which has a relative path; the date of any other.
+
+    What is unpacked or copied over a source may be older than it, and than its object.
+    """
+    if Path(file).is_absolute():
+        return str(Path(file).stat().st_mtime_ns)
+    return hashlib.sha256((ROOT / file).read_bytes()).hexdigest()
+
+
 @dataclass
 class Compile:
     """One source to one object."""
@@ -358,26 +369,28 @@ class Compile:
         return OBJECTS / self.source.relative_to(CSRC).with_suffix(f".{self.label}.o")
 
     def fresh(self) -> bool:
-        stamp, depfile = self.object.with_suffix(".cmd"), self.object.with_suffix(".d")
         try:
-            if stamp.read_text() != self.stamp():
-                return False
-            made = self.object.stat().st_mtime_ns
-            text = depfile.read_text().partition(":")[2].replace("\\\n", " ").replace("\\ ", "\0")
-            files = [ROOT / word.replace("\0", " ") for word in text.split()]
-            return all(file.stat().st_mtime_ns <= made for file in files)
+            recorded = self.object.with_suffix(".cmd").read_text()
+            return self.object.exists() and recorded == self.stamp()
         except FileNotFoundError:
             return False
 
+    def sources(self) -> list[str]:
+        """The files that the object was made of."""
+        text = self.object.with_suffix(".d").read_text().partition(":")[2]
+        words = text.replace("\\\n", " ").replace("\\ ", "\0").split()
+        return [word.replace("\0", " ") for word in words]
+
     def stamp(self) -> str:
-        return f"{self.salt}\n{shlex.join(self.command)}"
+        files = [f"{identity(file)} {file}" for file in self.sources()]
+        return "\n".join([self.salt, shlex.join(self.command), *files])
 
     def run(self) -> None:
         self.object.parent.mkdir(parents=True, exist_ok=True)
         ends = (".cmd", ".d", f".{os.getpid()}.part")
         stamp, depfile, part = (self.object.with_suffix(end) for end in ends)
         stamp.unlink(missing_ok=True)
-        started = time.time_ns()  # a source edited while it compiles must count as newer
+        started = time.time_ns()
         # Paths are relative, so that objects do not depend on where the tree lies.
         source, made, made_from = (file.relative_to(ROOT) for file in (self.source, part, depfile))
         print(f"  {Path(self.command[0]).name} {source} ({self.label})", flush=True)
@@ -385,9 +398,9 @@ class Compile:
         printed = output_of([*self.command, *self.parallel, *files])
         if printed.strip():
             print(printed, flush=True)
-        os.utime(part, ns=(started, started))
         part.replace(self.object)
-        stamp.write_text(self.stamp())
+        if all((ROOT / file).stat().st_mtime_ns <= started for file in self.sources()):
+            stamp.write_text(self.stamp())  # else one was edited while it compiled
 
 
 def jobs() -> int:
