@@ -77,7 +77,8 @@ class Adam(LazyAdam):
             neighbours at random, such that the expectation is exact, and have no copy.
         seed: of stochastic rounding, whose bits depend on it, the position of the parameter in the
             optimizer, the step, the row and the column, and on nothing else; those of moments on
-            the value and not on the row.
+            the value and not on the row. A parameter that has only seen dense gradients is one
+            long row, in the order of its memory.
         state_dtype: of the moments; ``torch.bfloat16`` halves their memory. They are then rounded
             stochastically, whatever ``rounding`` is: to nearest, they would not follow small
             changes. Default: float32 (float64 for float64 parameters).
