@@ -156,7 +156,8 @@ def embedding_bag(
     pad = resolve_padding(op, padding_idx, weight.shape[0])
     dtype = _resolve_output_dtype(op, output_dtype, weight)
     fused = sparse == "fused" and _queues_gradients(op, weight, table)
-    _wake(weight, input, padding_idx)
+    # The padding row is in no bag, but max_norm shrinks it with the others.
+    _wake(weight, input, padding_idx if max_norm is None else None)
     if max_norm is not None:
         _renorm(weight, input, max_norm, norm_type, table, offsets, include_last_offset)
     args = (

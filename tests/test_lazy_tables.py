@@ -466,6 +466,26 @@ def test_a_cleared_state_begins_anew() -> None:
     assert int(optimizer.state[module.weight]["step"]) == 1
 
 
+def test_a_padding_row_that_max_norm_shrinks() -> None:
+    """It has no gradient, but decays in each step, before the lookup that shrinks it."""
+    torch.manual_seed(0)
+    dense = nn.EmbeddingBag(4, DIM, padding_idx=0, max_norm=1.0)
+    with torch.no_grad():
+        dense.weight.fill_(2.0)
+    bag = copy.deepcopy(dense)
+    fastemb.convert(bag, sparse=True)
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 1.0}
+    optimizers = [
+        torch.optim.AdamW(dense.parameters(), **options),
+        optim.AdamW(bag.parameters(), lazy="exact", **options),
+    ]
+    for ids in ([1, 2, 3], [1, 2], [2], [0, 1], [3], [0]):
+        for module, optimizer in zip((dense, bag), optimizers, strict=True):
+            lookup_step(module, optimizer, torch.tensor([ids]))
+    optimizers[1].flush()
+    torch.testing.assert_close(bag.weight, dense.weight)
+
+
 @pytest.mark.parametrize("rows", [ROWS - 20, ROWS + 20])
 def test_another_shape_while_rows_sleep(rows: int) -> None:
     """A vocabulary that grows or shrinks, without a flush before."""
