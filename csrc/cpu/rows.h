@@ -83,8 +83,8 @@ struct Finished {
 };
 
 // N vectors of columns from `first`; the last of them at `last`, so that the row's end is met by overlapping the
-// neighbour (both compute the same sums). From `first` on, not from the row's start: a distance that is known is part of
-// an instruction, any other takes a register, of which the loop has none to spare.
+// neighbour (both compute the same sums). Columns are counted from `first`, not from the row's start: a distance that
+// is known is part of an instruction, any other takes a register, of which the loop has none to spare.
 template <int N, bool kScaled, typename Rows, typename Sink>
 FE_FUNCTION void sum_columns(const Rows& rows, int64_t begin, int64_t end, int64_t first, int64_t last,
                              const Sink& sink) {
