@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # One at a time, also with `make -j`. What is imported is compiled then: most of what pip installs never is.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(if $(shell command -v flock),flock $(VENV)) $(BIN)/pip install --quiet --no-compile
 STAMP := $(VENV)/.made-torch-$(TORCH)
 CPP := $(shell find csrc tests/emu -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)

@@ -64,8 +64,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 
 # Of these, each test may go to another process; all other files stay whole, for what their tests
-# share is made once. The first is early and the last is late in the alphabet: a process that takes
-# a long test does not keep the other one waiting at the end.
+# share is made once.
 SCATTERED = ("test_build.py", "test_triton.py")
 
 
@@ -78,11 +77,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = nodeid.partition("::")[0]
             return nodeid if file.endswith(SCATTERED) else file
 
-    config.option.loadscopereorder = False  # in the order of the alphabet
+    config.option.loadscopereorder = False  # in the order of collection
     return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Files with slow tests come first: none keeps a process busy at the end, while the others wait.
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

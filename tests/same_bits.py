@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
@@ -12,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fresh_process import execute
 from torch import Tensor
 
 from fastemb import _native
@@ -60,13 +59,10 @@ def digests_of_levels(module: str) -> dict[str, str]:
     """
     digests = {}
     for level in _native.cpu_isa()["available"]:
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT.format(module=module)],
-            cwd=Path(__file__).parent,
-            env={**os.environ, "FASTEMB_CPU_ISA": level},
-            capture_output=True,
-            text=True,
-            check=False,
+        done = execute(
+            SCRIPT.format(module=module),
+            Path(__file__).parent,
+            {**os.environ, "FASTEMB_CPU_ISA": level},
         )
         assert done.returncode == 0, done.stderr
         active, digests[level] = done.stdout.split()

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fresh_process import forkserver
 from torch import nn
+from torch.multiprocessing import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 import fastemb
@@ -34,7 +36,9 @@ def _worker(rank: int, work: Callable[..., Any], path: str) -> None:
 def run(work: Callable[..., Any]) -> list[Any]:
     """What ``work(rank)`` returns in each of two processes."""
     with tempfile.TemporaryDirectory() as path:
-        torch.multiprocessing.spawn(_worker, (work, path), nprocs=2)
+        start_processes(
+            _worker, (work, path), nprocs=2, start_method=forkserver().get_start_method()
+        )
         return [torch.load(f"{path}/{rank}") for rank in range(2)]
 
 

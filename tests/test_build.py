@@ -21,6 +21,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from fresh_process import execute
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("csrc", "fastemb", "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
@@ -84,13 +85,7 @@ def install(tree: Path, *options: str, **env: str) -> Path:
 
 def lookup(target: Path, **env: str) -> str:
     """Backend of a bag on the CPU, by the package in the folder."""
-    done = subprocess.run(
-        [sys.executable, "-c", LOOKUP],
-        env=environment(PYTHONPATH=str(target), **env),
-        cwd=target,
-        capture_output=True,
-        text=True,
-    )
+    done = execute(LOOKUP, target, environment(PYTHONPATH=str(target), **env))
     assert done.returncode == 0, done.stderr
     file, backend, version = done.stdout.split()
     assert Path(file) == target / "fastemb" / "__init__.py"

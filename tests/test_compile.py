@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
+import os
 import textwrap
 import warnings
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from fresh_process import execute
 from torch import Tensor, nn
 
 import fastemb
@@ -267,7 +267,5 @@ def test_exported_programs_are_saved_and_loaded(tmp_path: Any) -> None:
         expected = torch.load(r"{tmp_path / "expected.pt"}")
         assert torch.equal(program(torch.tensor({IDS.tolist()})), expected)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False
-    )
+    done = execute(textwrap.dedent(script), tmp_path, os.environ)
     assert done.returncode == 0, done.stderr

@@ -129,7 +129,10 @@ def test_one_value_out_of_the_ordinary(backend: Backend, dtype: torch.dtype) -> 
         grad[(0, 15, 1023, 1024, 2049, length - 1)[index % 6]] = torch.tensor(
             special, dtype=torch.float64
         )
-        for inv_scale in (1.0, 2.0**-26):  # with which 3.0 is a tiny one
+        scales = (1.0, 2.0**-26)  # with which 3.0 is a tiny one
+        if interpreting_triton():  # which takes half a second each time
+            scales = scales[index // 2 % 2 :][:1]
+        for inv_scale in scales:
             case = Tensors([grad], Check(inv_scale, unscale=bool(index % 2)))
             case.run(backend.ops, backend.device).check(case.expected())
 

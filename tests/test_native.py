@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fresh_process
 import pytest
 import torch
 
@@ -47,21 +48,31 @@ def package(tmp_path: Path) -> Path:
     return copy
 
 
-def run(package: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Python with the copied package first on its path; FASTEMB_* only as given."""
+def environment(package: Path, **env: str) -> dict[str, str]:
+    """With the copied package first on the path; FASTEMB_* only as given."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("FASTEMB_", "TRITON_"))}
+    return {**clean, "PYTHONPATH": str(package.parent), **env}
+
+
+def run(package: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Python with these arguments."""
     return subprocess.run(
         [sys.executable, *arguments],
-        env={**clean, "PYTHONPATH": str(package.parent), **env},
+        env=environment(package, **env),
         cwd=package.parent,
         capture_output=True,
         text=True,
     )
 
 
+def execute(package: Path, script: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """A script in a process that has imported torch and not fastemb."""
+    return fresh_process.execute(script, package.parent, environment(package, **env))
+
+
 def failure(package: Path, **env: str) -> str:
     """The last exception of ``import fastemb``, which must fail."""
-    done = run(package, "-c", "import fastemb", **env)
+    done = execute(package, "import fastemb", **env)
     assert done.returncode == 1, (done.returncode, done.stderr)
     return done.stderr
 
@@ -137,7 +148,7 @@ def test_active_instruction_set_can_be_forced(package: Path) -> None:
     available = _native.cpu_isa()["available"]
     assert "baseline" in available
     for level in available:
-        assert run(package, "-c", script, FASTEMB_CPU_ISA=level).stdout.strip() == level
+        assert execute(package, script, FASTEMB_CPU_ISA=level).stdout.strip() == level
 
 
 # ---- libraries that cannot be used --------------------------------------------------------------
@@ -245,7 +256,7 @@ def test_the_cure_of_a_source_tree_with_a_space_in_its_path(tmp_path: Path, pack
 
 def test_broken_library_is_not_touched_when_reference_is_forced(package: Path) -> None:
     (package / "_C.so").write_bytes(b"\x7fELF")
-    done = run(package, "-c", LOOKUP, FASTEMB_BACKEND="reference")
+    done = execute(package, LOOKUP, FASTEMB_BACKEND="reference")
     assert done.returncode == 0, done.stderr
 
 
@@ -305,7 +316,7 @@ else:
     raise AssertionError("the cpu backend must not be there")
 """
     )
-    done = run(package, "-c", script, FASTEMB_BACKEND="reference")
+    done = execute(package, script, FASTEMB_BACKEND="reference")
     assert done.returncode == 0, done.stderr
 
 
@@ -337,7 +348,7 @@ assert report["operators"]["embedding"] == {"cpu": "reference", "cuda": "referen
 assert _native.backend("triton").embedding_bag is kernels.embedding_bag
 """
     )
-    done = run(package, "-c", script, FASTEMB_BACKEND="triton", TRITON_INTERPRET="1")
+    done = execute(package, script, FASTEMB_BACKEND="triton", TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
 
 
@@ -347,7 +358,7 @@ def test_unfit_triton_is_reported_and_not_fatal(package: Path) -> None:
     (package / "triton").mkdir(exist_ok=True)
     (package / "triton" / "__init__.py").touch()
     (package / "triton" / "kernels.py").write_text("raise AttributeError('no such builtin')")
-    done = run(package, "-c", LOOKUP, TRITON_INTERPRET="1")
+    done = execute(package, LOOKUP, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
     assert "RuntimeWarning: fastemb: the Triton kernels cannot be used" in done.stderr
     forced = failure(package, FASTEMB_BACKEND="triton", TRITON_INTERPRET="1")
