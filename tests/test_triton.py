@@ -58,7 +58,6 @@ def interpreted(file: str, *arguments: str) -> None:
         *("-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / file), *arguments),
         TRITON_INTERPRET="1",
         FASTEMB_BACKEND="triton",
-        FASTEMB_EXAMPLES="5",
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert re.search(r"\d+ passed", done.stdout), done.stdout
