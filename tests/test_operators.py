@@ -232,7 +232,7 @@ def test_dims(backend: Backend, dim: int, mode: str) -> None:
 def test_long_bags_and_long_segments(backend: Backend, length: int, mode: str) -> None:
     """Sums of more than one chunk, over a bag and over the occurrences of a row."""
     generator = torch.Generator().manual_seed(length)
-    for dtype in (torch.float16, torch.float32):
+    for dtype in (torch.float16,) if interpreting_triton() else (torch.float16, torch.float32):
         weight = torch.randn(3, 4, generator=generator).to(dtype)
         one_row = torch.ones(length, 1, dtype=torch.int64)
         one_row[::7] = 2
@@ -309,7 +309,7 @@ def test_nothing_behind_the_last_offset_counts(backend: Backend, mode: str) -> N
 def test_small_terms_are_not_lost(backend: Backend, dtype: torch.dtype, mode: str) -> None:
     """A large term and many small ones: in fp16 or bf16, large + small = large, every time."""
     large = 2048.0 if dtype == torch.float16 else 256.0
-    count = 600
+    count = 300 if interpreting_triton() else 600  # more than a chunk
     weight = torch.tensor([[large], [1.0]]).to(dtype)
     indices = torch.ones(1, count + 1, dtype=torch.int64)
     indices[0, 0] = 0
