@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from optim_cases import assert_same_bits, bits, coo, random_rows
@@ -218,6 +219,34 @@ def test_gradients_without_memory_of_their_own() -> None:
     clip_grad_norm_(params, 1.0, foreach=False)
     for param in params:
         torch.testing.assert_close(param.grad.a, torch.full((3,), 6**-0.5))
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="a torch without torch.distributed")
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("norm_type", [2.0, 3.0, 7.0, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_sharded_gradients(foreach: bool | None, norm_type: float, dtype: torch.dtype) -> None:
+    """As `fully_shard` makes them, two and a plain one."""
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        grads = [torch.randn(4, 3, dtype=dtype) for _ in range(3)]
+        params = [
+            *(nn.Parameter(distribute_tensor(g.clone(), mesh, [Shard(0)])) for g in grads[:2]),
+            nn.Parameter(grads[2].clone()),
+        ]
+        for param in params:
+            param.grad = param.detach().clone()
+        want = with_gradients(*(g.clone() for g in grads))
+        total = clip_grad_norm_(params, 0.5, norm_type, foreach=foreach)
+        torch.testing.assert_close(total, clip_grad_norm_(want, 0.5, norm_type))
+        for param, plain in zip(params, want, strict=True):
+            got = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
+            torch.testing.assert_close(got, plain.grad)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_parameter_given_twice_counts_once() -> None:

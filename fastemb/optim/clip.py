@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastemb._row_queue import QueuedRows, RowQueue, check_alone, on_host, summed, waiting
 from fastemb.optim._dense import MemoryInUse, flat, is_dense
@@ -36,8 +37,9 @@ def clip_grad_norm_(
     sparse gradient is that of what it stands for: repeated rows are added up first, in FP32. Norms
     are computed in FP64, and such that powers do not overflow there. A parameter that is given
     twice counts once. Gradients that share their memory, as those of two tables whose outputs were
-    added, are scaled once; one that has a part of another's gets memory of its own. Does not wait
-    for the device unless ``error_if_nonfinite``.
+    added, are scaled once; one that has a part of another's gets memory of its own. Of a `DTensor`,
+    also beside plain tensors, the norm is that of the whole, for which its processes wait. Does not
+    wait for the device unless ``error_if_nonfinite``.
 
     Args:
         parameters: a tensor or an iterable of tensors whose ``.grad`` is clipped.
@@ -162,6 +164,9 @@ def _norms(
     norms: list[Tensor] = []
     for members in _by_kind(tensors).values():
         dtype = _widest(members[0])
+        if _is_wrapper(members[0]):
+            norms += [_norm_of_wrapper(member, norm_type, unit) for member in members]
+            continue
         if on_host(members[0]):
             norms += [_norm_in_pieces(member, norm_type, unit) for member in members]
             continue
@@ -184,6 +189,18 @@ def _norm_in_pieces(tensor: Tensor, norm_type: float, unit: Tensor | None) -> Te
             piece = piece.to(dtype) / unit.to(piece.device)
         norms.append(torch.linalg.vector_norm(piece, norm_type, dtype=dtype))
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def _norm_of_wrapper(tensor: Tensor, norm_type: float, unit: Tensor | None) -> Tensor:
+    """FP64 norm of what cannot be cut; that of a `DTensor` comes from all who have a part of it."""
+    if unit is not None:
+        tensor = tensor.to(_widest(tensor)) / unit.to(tensor.device)
+    norm = torch.linalg.vector_norm(tensor, norm_type, dtype=_widest(tensor))
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def _is_wrapper(tensor: Tensor) -> bool:
+    return bool(is_traceable_wrapper_subclass(tensor))
 
 
 def _widest(tensor: Tensor) -> torch.dtype:
@@ -245,9 +262,10 @@ def _with_values(grad: Tensor, values: Tensor) -> Tensor:
     )
 
 
-def _by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """The tensors of each device and dtype."""
-    kinds = defaultdict(list)
+def _by_kind(tensors: Iterable[Tensor]) -> dict[tuple[object, ...], list[Tensor]]:
+    """The tensors of each device and dtype; a wrapper such as `DTensor` is in no list of others."""
+    kinds: dict[tuple[object, ...], list[Tensor]] = defaultdict(list)
     for tensor in tensors:
-        kinds[tensor.device, tensor.dtype].append(tensor)
+        alone = id(tensor) if _is_wrapper(tensor) else None
+        kinds[tensor.device, tensor.dtype, alone].append(tensor)
     return kinds
