@@ -226,19 +226,22 @@ def test_gradients_without_memory_of_their_own() -> None:
 @pytest.mark.parametrize("norm_type", [2.0, 3.0, 7.0, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_sharded_gradients(foreach: bool | None, norm_type: float, dtype: torch.dtype) -> None:
-    """As `fully_shard` makes them, two and a plain one."""
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+    """As `fully_shard` makes them, two at the same place of a buffer each, and a plain one."""
+    from torch.distributed.tensor import DTensor, Shard
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = dist.init_device_mesh("cpu", (1,))
         grads = [torch.randn(4, 3, dtype=dtype) for _ in range(3)]
         params = [
-            *(nn.Parameter(distribute_tensor(g.clone(), mesh, [Shard(0)])) for g in grads[:2]),
+            *(
+                nn.Parameter(DTensor.from_local(torch.cat([g, g])[4:], mesh, [Shard(0)]))
+                for g in grads[:2]
+            ),
             nn.Parameter(grads[2].clone()),
         ]
         for param in params:
-            param.grad = param.detach().clone()
+            param.grad = param.detach()
         want = with_gradients(*(g.clone() for g in grads))
         total = clip_grad_norm_(params, 0.5, norm_type, foreach=foreach)
         torch.testing.assert_close(total, clip_grad_norm_(want, 0.5, norm_type))

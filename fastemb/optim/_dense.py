@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastemb import _dense_reference
 from fastemb.optim._options import float_or_tensor
@@ -53,6 +54,12 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
+def has_address(tensor: Tensor) -> bool:
+    """Whether ``data_ptr()`` is one; that of a wrapper such as `DTensor` may be a mere offset."""
+    wrapped: bool = is_traceable_wrapper_subclass(tensor)
+    return not wrapped and tensor.data_ptr() != 0
+
+
 class MemoryInUse:
     """The memory of tensors, from the first to the last element of each."""
 
@@ -64,9 +71,9 @@ class MemoryInUse:
 
         Never for what has no memory of its own: on "meta", and wrappers such as `DTensor`.
         """
-        begin = tensor.data_ptr()
-        if begin == 0 or tensor.numel() == 0:
+        if not has_address(tensor) or tensor.numel() == 0:
             return False
+        begin = tensor.data_ptr()
         last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         end = begin + (last + 1) * tensor.element_size()
         ranges = self._ranges[tensor.untyped_storage().data_ptr()]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastemb._row_queue import QueuedRows, RowQueue, check_alone, on_host, summed, waiting
-from fastemb.optim._dense import MemoryInUse, flat, is_dense
+from fastemb.optim._dense import MemoryInUse, flat, has_address, is_dense
 from fastemb.optim._gradients import check_sparse, row_gradient, row_order
 
 __all__ = ["clip_grad_norm_"]
@@ -243,7 +243,8 @@ def _scale(
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
     """Equal for tensors of the same elements; those of wrappers such as `DTensor` are elsewhere."""
-    return (tensor.data_ptr() or id(tensor), tensor.shape, tensor.stride())
+    known_by = tensor.data_ptr() if has_address(tensor) else id(tensor)
+    return (known_by, tensor.shape, tensor.stride())
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:
