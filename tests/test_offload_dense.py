@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from offload_dense_cases import OPTIMIZERS, Training, random_delays, slow
 from optim_cases import CLASSES, bits, snapshot
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import fastemb
 from fastemb import optim
@@ -673,6 +674,16 @@ def test_chunk_bytes_is_checked(size: Any) -> None:
 def test_verify_is_checked() -> None:
     with pytest.raises(ValueError, match="verify must be one of 'all', 'sample', 'off', got 'no'"):
         HostStates(verify="no")  # type: ignore[arg-type]
+
+
+def test_parameters_without_memory_of_their_own_are_refused() -> None:
+    """As those that `fully_shard` makes."""
+    param = nn.Parameter(TwoTensor(torch.ones(3), torch.ones(3)))
+    optimizer = optim.SGD([("sharded", param)], offload=SMALL)
+    param.grad = torch.ones_like(param)
+    with pytest.raises(ValueError, match=r"must be plain tensors, got TwoTensor for sharded"):
+        optimizer.step()
+    torch.testing.assert_close(param.a, torch.ones(3))
 
 
 def test_parameters_in_the_same_memory_are_refused() -> None:

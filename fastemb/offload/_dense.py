@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from fastemb import _row_queue
@@ -149,7 +150,8 @@ class DenseOffload:
 
         Raises:
             IntegrityError: something has not arrived as it was sent; nothing is changed.
-            ValueError: a parameter that is not in one piece of memory, or shares it with another.
+            ValueError: a parameter that is not in one piece of memory, or shares it with another,
+                or a wrapper such as `DTensor`.
         """
         params = {param for group in optimizer.param_groups for param in group["params"]}
         if params != self._names.keys():  # somebody has edited the groups
@@ -158,6 +160,13 @@ class DenseOffload:
         self._active = {}
         found = list(dict(self._dense_gradients(optimizer)).items())  # each once
         for param, grad in found:
+            wrapped: bool = is_traceable_wrapper_subclass(param)
+            if wrapped:
+                raise ValueError(
+                    f"{self._op}: with offload= parameters must be plain tensors, got "
+                    f"{type(param.data).__name__} for {self._names[param]}; what fully_shard makes "
+                    "is kept on the host by its CPUOffloadPolicy"
+                )
             self._watch(param)
             twin = self._twin(param)
             if twin is None:
