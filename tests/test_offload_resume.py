@@ -355,6 +355,41 @@ def test_modules_that_are_made_in_files_have_the_values_of_torch(tmp_path: Path)
     again.close()
 
 
+@pytest.mark.parametrize("converted", [False, True])
+def test_what_a_model_begins_with_does_not_reach_the_file_that_is_resumed(
+    converted: bool, tmp_path: Path
+) -> None:
+    def made(resume: bool) -> tuple[OffloadEngine, nn.Module]:
+        engine = new_engine(cache=8, storage=tmp_path, resume=resume)
+        model = nn.Sequential(nn.Embedding(20, 3, dtype=torch.float32))
+        if converted:
+            fastemb.convert(model, torch.float16, offload=engine)
+        else:
+            model[0] = offload.Embedding(20, 3, dtype=torch.float16, engine=engine, table="0")
+        nn.init.constant_(model[0].weight, 0.5)
+        return engine, model
+
+    engine, model = made(False)
+    ids = torch.tensor([3, 5])
+    assert model(ids).tolist() == [[0.5] * 3] * 2
+    engine.flush()
+    with torch.no_grad():
+        model[0].weight.copy_(torch.arange(60).view(20, 3))
+    trained = model(ids).detach()
+    engine.close()
+    before = (tmp_path / "0.fetab").read_bytes()
+
+    again, model = made(True)
+    assert (tmp_path / "0.fetab").read_bytes() == before
+    with pytest.warns(RuntimeWarning, match="'0'.* was written .* its file.* engine.flush"):
+        assert torch.equal(model(ids), trained)
+    with torch.no_grad():
+        model[0].weight.fill_(2)
+    assert model(ids).tolist() == [[2.0] * 3] * 2, "after the first use it counts"
+    assert again.verify() == {"0": []}
+    again.close()
+
+
 @pytest.mark.parametrize("stored", [True, False])
 def test_a_module_that_cannot_be_made_leaves_the_name_free(stored: bool, tmp_path: Path) -> None:
     engine = new_engine(cache=8, storage=tmp_path if stored else None)

@@ -362,6 +362,11 @@ class TableFile:
         shape = self.header.num_rows, self.header.layout.record_bytes
         return self.mapping.tensor(HEADER_BYTES).view(shape)
 
+    def copy(self) -> Tensor:
+        """As `records`, but what is written there does not reach the file."""
+        mapping = Mapping.copy_of_file(self._descriptor, self.header.file_bytes)
+        return mapping.tensor(HEADER_BYTES).view(self.header.num_rows, -1)
+
     def rewrite(self) -> None:
         """Have the next flush bring all records to the disk, also those that count as written."""
         self.mapping.rewrite(HEADER_BYTES)

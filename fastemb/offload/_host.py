@@ -164,6 +164,11 @@ class HostTable:
     def pinned(self) -> bool:
         return self._memory is not None and self._memory.pinned
 
+    def copy_of_weight(self) -> Tensor:
+        """The weight of a table in a file, which what is written there does not reach."""
+        assert self._file is not None
+        return self.layout.views(self._file.copy())["weight"]
+
     # -- records from and to buffers ----------------------------------------------------------
 
     def gather(self, rows: Tensor, records: Tensor) -> None:

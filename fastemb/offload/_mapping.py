@@ -13,6 +13,7 @@ from torch import Tensor
 from fastemb._memory import advise_huge_pages
 
 _PORTION = 32 << 20  # bytes that are copied at a time
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # of Linux; in Python from 3.13 on
 
 
 class Mapping(mmap.mmap):
@@ -38,6 +39,11 @@ class Mapping(mmap.mmap):
         mapping._of_file = True
         mapping.read_ahead(False)
         return mapping
+
+    @classmethod
+    def copy_of_file(cls, descriptor: int, size: int) -> Mapping:
+        """The whole file; what is written into it stays here, and takes memory only then."""
+        return cls(descriptor, size, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE)
 
     def tensor(self, offset: int = 0) -> Tensor:
         """[bytes] uint8 from ``offset`` on, which keeps the memory alive."""

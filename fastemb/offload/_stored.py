@@ -207,6 +207,14 @@ class StoredTable:
         if not self._sealed:
             self.host.seal()
             self.host.flush(self.engine.step)
+        elif self.weight._version != self._version:
+            warnings.warn(
+                f"table {self.name!r}: its weight was written while the engine had not yet read "
+                "its file, whose values take the place of what was written; what shall stay is "
+                "written after engine.flush()",
+                RuntimeWarning,
+                stacklevel=4,
+            )
         if self.host.torn:  # until they are reset there can be no other records
             self._states = _row_states(self.host.layout)
         elif layout != self.host.layout:

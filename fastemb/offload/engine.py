@@ -109,7 +109,9 @@ class OffloadEngine:
         storage: directory for tables larger than RAM: each is a file that is mapped into memory.
             Its weight cannot go to shared memory (``share_memory_``, a queue of
             torch.multiprocessing), a clone can. None: they are in RAM, pinned where there is CUDA.
-        resume: take the tables, and their optimizer state, from the files in ``storage``.
+        resume: take the tables, and their optimizer state, from the files in ``storage``. Their
+            values win over what is written to a weight before its first use or `flush`, such as
+            what a model begins with.
         recover: open files that were not flushed before their process ended; see `torn`.
         staging_bytes: size of each of the two buffers for either direction.
         seed: of the checksums.
@@ -252,7 +254,8 @@ class OffloadEngine:
         """Memory for the weight of a new module, where tables are in files.
 
         Returns:
-            The weight in its file, or None: it is made as any other. Whether it has values.
+            The weight in its file, or None: it is made as any other. Whether it has values; then
+            it is a copy of them.
         """
         if self._storage is None:
             return None, False
@@ -265,13 +268,15 @@ class OffloadEngine:
         resumed = host is not None
         if host is not None:
             require_weight(host, dtype, (num_embeddings, embedding_dim))
+            weight = host.copy_of_weight()  # models write what they begin with into it
         else:
             layout = RecordLayout((Field("weight", dtype, embedding_dim),))
             host = HostTable.create(
                 name, num_embeddings, layout, seed=self._next_seed(name), storage=self._path(name)
             )
+            weight = host.fields["weight"]
         self._hosts[name] = (host, resumed)
-        return host.fields["weight"], resumed
+        return weight, resumed
 
     def _check_new(self, name: str) -> None:
         if not isinstance(name, str) or not name:
