@@ -378,6 +378,46 @@ def test_loading_twice_changes_nothing() -> None:
     assert _native.report() == before
 
 
+def test_names_that_operators_are_given_are_freed() -> None:
+    """torch before 2.14 leaves one behind for each that it makes a std::string of."""
+    ops = _native.backend("cpu")
+    weight, ids, grad = torch.zeros(3, 2), torch.tensor([[0, 2]]), torch.zeros(1, 2)
+    text = "x" * (1 << 20)
+    order, rows, segments, num_rows = ops.group_indices(ids, None, 3, -1, False)
+
+    def give_names() -> None:
+        ops.embedding(weight, ids, -1, False, False, torch.float32, text)
+        ops.embedding_bag(
+            weight, ids, None, None, "sum", -1, False, False, False, torch.float32, text
+        )
+        ops.embedding_renorm_(weight, ids, 1.0, 2.0, text)
+        bags = (order, rows, segments, num_rows, 3, 2, text, -1, False, False, False)
+        for refused in (
+            lambda: ops.embedding_bag(
+                weight, ids, None, None, text, -1, False, False, False, torch.float32, ""
+            ),
+            lambda: ops.embedding_bag_backward(grad, ids, None, None, None, *bags, torch.float32),
+            lambda: ops.bag_terms(ids, None, None, order, 3, text, -1, False, torch.float32),
+            lambda: ops.embedding_bag_per_sample_weights_backward(
+                grad, weight, ids, None, text, -1, False
+            ),
+        ):
+            with pytest.raises(ValueError, match="mode must be"):
+                refused()
+
+    for _ in range(5):
+        give_names()
+    before = _resident_bytes()
+    for _ in range(50):
+        give_names()
+    assert _resident_bytes() - before < 20 * len(text)
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_fork_while_another_thread_has_the_buffers() -> None:
     """Nobody would unlock them in the child, whose lookups are as any others."""

@@ -20,8 +20,8 @@ namespace fastemb {
 template <class Backend>
 struct Operators {
   static Tensor embedding(Tensor weight, Tensor indices, int64_t /*padding_idx*/, bool /*scale_grad_by_freq*/,
-                          bool /*sparse*/, ScalarType output_dtype, std::string table) {
-    const std::string op = "embedding";
+                          bool /*sparse*/, ScalarType output_dtype, Text table_name) {
+    const std::string op = "embedding", table = table_name.taken();
     require_table(op, weight);
     Backend backend(op, weight, table);
     const BagTensors tensors(op, indices, weight.size(0));
@@ -44,11 +44,11 @@ struct Operators {
   }
 
   static std::tuple<Tensor, Tensor> embedding_bag(Tensor weight, Tensor indices, OptionalTensor offsets,
-                                                  OptionalTensor per_sample_weights, std::string mode,
+                                                  OptionalTensor per_sample_weights, Text mode_name,
                                                   int64_t padding_idx, bool include_last_offset,
                                                   bool /*scale_grad_by_freq*/, bool /*sparse*/, ScalarType output_dtype,
-                                                  std::string table) {
-    const std::string op = "embedding_bag";
+                                                  Text table_name) {
+    const std::string op = "embedding_bag", mode = mode_name.taken(), table = table_name.taken();
     require_table(op, weight);
     Backend backend(op, weight, table);
     const BagTensors tensors(op, indices, offsets, weight.size(0), padding_idx, include_last_offset);
@@ -100,10 +100,9 @@ struct Operators {
   static Tensor embedding_bag_backward(Tensor grad_output, Tensor indices, OptionalTensor offsets,
                                        OptionalTensor per_sample_weights, OptionalTensor argmax, Tensor order,
                                        Tensor rows, Tensor segments, Tensor num_rows, int64_t num_embeddings,
-                                       int64_t out_rows, std::string mode, int64_t padding_idx,
-                                       bool include_last_offset, bool scale_grad_by_freq, bool dense,
-                                       ScalarType grad_dtype) {
-    const std::string op = "embedding_bag_backward";
+                                       int64_t out_rows, Text mode_name, int64_t padding_idx, bool include_last_offset,
+                                       bool scale_grad_by_freq, bool dense, ScalarType grad_dtype) {
+    const std::string op = "embedding_bag_backward", mode = mode_name.taken();
     Backend backend(op, grad_output, "");
     const BagTensors tensors(op, indices, offsets, num_embeddings, padding_idx, include_last_offset);
     backend.check_offsets(tensors.bags);  // someone may have written to them since the forward
@@ -149,9 +148,9 @@ struct Operators {
   }
 
   static std::tuple<Tensor, Tensor> bag_terms(Tensor indices, OptionalTensor offsets, OptionalTensor per_sample_weights,
-                                              Tensor order, int64_t num_embeddings, std::string mode,
-                                              int64_t padding_idx, bool include_last_offset, ScalarType acc_dtype) {
-    const std::string op = "bag_terms";
+                                              Tensor order, int64_t num_embeddings, Text mode_name, int64_t padding_idx,
+                                              bool include_last_offset, ScalarType acc_dtype) {
+    const std::string op = "bag_terms", mode = mode_name.taken();
     Backend backend(op, indices, "");
     const BagTensors tensors(op, indices, offsets, num_embeddings, padding_idx, include_last_offset);
     backend.check_offsets(tensors.bags);  // someone may have written to them since the forward
@@ -181,9 +180,9 @@ struct Operators {
   }
 
   static Tensor embedding_bag_per_sample_weights_backward(Tensor grad_output, Tensor weight, Tensor indices,
-                                                          OptionalTensor offsets, std::string mode, int64_t padding_idx,
+                                                          OptionalTensor offsets, Text mode_name, int64_t padding_idx,
                                                           bool include_last_offset) {
-    const std::string op = "embedding_bag_per_sample_weights_backward";
+    const std::string op = "embedding_bag_per_sample_weights_backward", mode = mode_name.taken();
     require_table(op, weight);
     Backend backend(op, weight, "");
     const BagTensors tensors(op, indices, offsets, weight.size(0), padding_idx, include_last_offset);
@@ -209,8 +208,8 @@ struct Operators {
     return result;
   }
 
-  static void embedding_renorm_(Tensor weight, Tensor indices, double max_norm, double norm_type, std::string table) {
-    const std::string op = "embedding_renorm_";
+  static void embedding_renorm_(Tensor weight, Tensor indices, double max_norm, double norm_type, Text table_name) {
+    const std::string op = "embedding_renorm_", table = table_name.taken();
     require_table(op, weight);
     Backend backend(op, weight, table);
     const BagTensors tensors(op, indices, weight.size(0));

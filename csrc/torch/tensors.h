@@ -22,6 +22,22 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
+// A str argument of an operator, as it comes from torch, whose own conversion to std::string leaves one behind for each
+// call until torch 2.14 (pytorch#191340). Whoever gets one calls `taken`, once.
+struct Text {
+  StringHandle handle;
+
+  std::string taken() const {
+    size_t length = 0;
+    const char* data = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
+    std::string text(data, length);
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+    return text;
+  }
+};
+
 // std::invalid_argument arrives in Python as ValueError, std::out_of_range as IndexError.
 inline void require(bool good, const std::string& op, const std::string& rule) {
   if (!good) throw std::invalid_argument(op + ": " + rule);
