@@ -278,6 +278,26 @@ def test_complex_parameters_take_dense_gradients_only() -> None:
     assert not optimizer.state
 
 
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_a_step_of_nesterov_only_reads_gradients(dtype: torch.dtype, foreach: bool | None) -> None:
+    """Also where parameters share one, whose elements share memory: that of a sum."""
+    start = torch.randn(4, dtype=dtype)
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "nesterov": True}
+    p, q, r = (nn.Parameter(start.clone()) for _ in range(3))
+    grad = torch.full((), 0.5, dtype=dtype).expand(4)
+    p.grad = q.grad = grad
+    ours = optim.SGD([p, q], foreach=foreach, **options)
+    theirs = torch.optim.SGD([r], foreach=False, **options)
+    for _ in range(3):
+        ours.step()
+        r.grad = grad.clone()
+        theirs.step()
+        assert bool((grad == 0.5).all())
+    torch.testing.assert_close(p, r)
+    assert_same_bits(p, q)
+
+
 @pytest.mark.parametrize("implementation", [{}, {"foreach": True}, {"foreach": False}])
 def test_betas_may_be_tensors_of_one_element(implementation: dict[str, Any]) -> None:
     start = torch.randn(4)

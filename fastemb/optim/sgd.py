@@ -201,9 +201,12 @@ class SGD(RowOptimizer):
                 step += 1
                 if bool(step == 1):
                     buffers[index] = None  # torch makes it of the gradient
+        grads = [u.grad for u in updates]
+        if group["nesterov"] and group["foreach"] is not False:
+            grads = [grad.clone() for grad in grads]  # torch's foreach adds the momentum to them
         sgd(
             [u.param for u in updates],
-            [u.grad for u in updates],
+            grads,
             buffers,
             foreach=group["foreach"],
             fused=False,
