@@ -299,6 +299,25 @@ def test_a_step_of_nesterov_only_reads_gradients(dtype: torch.dtype, foreach: bo
 
 
 @pytest.mark.parametrize("implementation", [{}, {"foreach": True}, {"foreach": False}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_schedule_takes_the_momentum_of_nesterov_to_zero(
+    implementation: dict[str, Any], dtype: torch.dtype, sparse: bool
+) -> None:
+    """As `CyclicLR` and warm-ups do; a step without momentum is that of plain SGD, as in torch."""
+    p, q = nn.Parameter(torch.ones(3, 2, dtype=dtype)), nn.Parameter(torch.ones(3, 2))
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "nesterov": True}
+    ours, theirs = optim.SGD([p], **options, **implementation), torch.optim.SGD([q], **options)
+    for momentum in (0.0, 0.9, 0.0, 0.5):
+        grad = torch.full((3, 2), 0.25)
+        p.grad, q.grad = (coo([0, 1, 2], grad.to(dtype), 3) if sparse else grad.to(dtype)), grad
+        for optimizer in (ours, theirs):
+            optimizer.param_groups[0]["momentum"] = momentum
+            optimizer.step()
+    torch.testing.assert_close(p, q, check_dtype=False, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("implementation", [{}, {"foreach": True}, {"foreach": False}])
 def test_betas_may_be_tensors_of_one_element(implementation: dict[str, Any]) -> None:
     start = torch.randn(4)
     p, q = nn.Parameter(start.clone()), nn.Parameter(start.clone())

@@ -42,7 +42,8 @@ class SGD(RowOptimizer):
         momentum: factor of the last update.
         dampening: how much of a gradient does not reach the momentum.
         weight_decay: factor of the L2 penalty.
-        nesterov: Nesterov momentum; needs a momentum and no dampening.
+        nesterov: Nesterov momentum; needs a momentum, which a schedule may take to 0 and back, and
+            no dampening.
         maximize: go up instead of down.
         foreach: see `Adam`.
         differentiable: see `Adam`.
@@ -114,6 +115,10 @@ class SGD(RowOptimizer):
                 "nesterov=True needs momentum > 0 and dampening 0",
                 {name: options[name] for name in ("momentum", "dampening")},
             )
+
+    def _check_group(self, group: Options) -> None:
+        # A schedule may pass through a momentum of 0, whose step is the same with nesterov.
+        super()._check_group({**group, "nesterov": group["nesterov"] and group["momentum"] != 0})
 
     def _moments(self, group: Options) -> dict[str, float]:
         # -0.0 + g is g for every g, also for -0.0: the first step needs no case of its own
