@@ -361,17 +361,15 @@ struct BoundaryGradient {
 };
 
 // The scales of all groups after a step, one thread for each. Group 0 is the root.
-//   overflow (found_inf != 0): skips += 1, growth = 0, overflows += 1; once overflows reaches hysteresis it becomes 0
-//                              and scale = max(scale * backoff, min_scale)
-//   else:                      skips = overflows = 0, growth += 1; at growth_interval it becomes 0 and, where the
-//   result
-//                              is finite, scale = min(scale * growth_factor, max_scale) unless that would lower it
+//   overflow (found_inf != 0): skips += 1, growth = 0; skips >= hysteresis: scale = max(scale * backoff, min_scale)
+//   else:                      skips = 0, growth += 1; at growth_interval it becomes 0 and scale * growth_factor, where
+//                              that is finite, the scale, at most max_scale and no less than before
 struct ScaleConfig {
   double growth_factor, backoff_factor, min_scale, max_scale;
   double growth_interval, hysteresis;  // whole numbers
 };
 struct ScaleState {
-  int32_t growth, overflows, skips;
+  int32_t growth, skips;
 };
 struct ScaleUpdate {
   float* scales;           // [groups]

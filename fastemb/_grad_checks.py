@@ -179,7 +179,7 @@ def check_scales(
     groups = scales.numel()
     for name, tensor, dtype, columns in (
         ("scales", scales, torch.float32, 1),
-        ("states", states, torch.int32, 3),
+        ("states", states, torch.int32, 2),
         ("found_inf", found_inf, torch.float32, 1),
         ("configs", configs, torch.float64, 6),
     ):

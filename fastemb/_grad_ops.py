@@ -42,7 +42,7 @@ SCHEMAS = {
         "(Tensor grad, Tensor ratio, Tensor? inv_scale, Tensor(a!) flags, Tensor(b!)? stats) "
         "-> Tensor"
     ),
-    # scales, found_inf [groups] float32; states [groups, 3] int32: growth, overflows, skips;
+    # scales, found_inf [groups] float32; states [groups, 2] int32: growth, skips;
     # configs [groups, 6] float64: growth_factor, backoff_factor, min_scale, max_scale,
     # growth_interval, hysteresis.
     "scale_update_": (

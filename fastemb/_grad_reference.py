@@ -102,14 +102,12 @@ def scale_update_(scales: Tensor, states: Tensor, found_inf: Tensor, configs: Te
     growth_factor, backoff_factor, min_scale, max_scale, growth_interval, hysteresis = (
         configs.unbind(1)
     )
-    growth, overflows, skips = states.unbind(1)
+    growth, skips = states.unbind(1)
     overflow = found_inf != 0
     skips.copy_(torch.where(overflow, skips + 1, 0))
-    overflows.copy_(torch.where(overflow, overflows + 1, 0))
     growth.copy_(torch.where(overflow, 0, growth + 1))
-    backs_off = overflow & (overflows >= hysteresis)
+    backs_off = overflow & (skips >= hysteresis)
     grows = growth >= growth_interval
-    overflows.masked_fill_(backs_off, 0)
     growth.masked_fill_(grows, 0)
     wide = scales.to(torch.float64)
     smaller = torch.maximum(wide * backoff_factor, min_scale).to(torch.float32)

@@ -301,7 +301,7 @@ class Scales:
         for found in self.found_inf.tolist():
             for group, config in enumerate(self.configs.tolist()):
                 scales[group] = _updated(scales[group], states[group], found[group] != 0, *config)
-            counters = torch.tensor(states, dtype=torch.int32).reshape(-1, 3)
+            counters = torch.tensor(states, dtype=torch.int32).reshape(-1, 2)
             after.append((torch.tensor(scales), counters))
         return after
 
@@ -318,15 +318,14 @@ def _updated(
     hysteresis: float,
 ) -> float:
     """The scale of a group after a step; its state is changed in place."""
-    growth, overflows, skips = state
+    growth, skips = state
     if overflow:
-        state[:] = [0, overflows + 1, skips + 1]
-        if overflows + 1 < hysteresis:
+        state[:] = [0, skips + 1]
+        if skips + 1 < hysteresis:
             return scale
-        state[1] = 0
         with np.errstate(all="ignore"):
             return float(np.float32(max(scale * backoff_factor, min_scale)))
-    state[:] = [growth + 1, 0, 0]
+    state[:] = [growth + 1, 0]
     if growth + 1 < growth_interval:
         return scale
     state[0] = 0
@@ -465,7 +464,7 @@ def scales(draw: st.DrawFn) -> Scales:
     )
     return Scales(
         choose([65536.0, 1.0, 90.0, 1e-38, 2.0**-126, 2.0**127, 3e38], groups, dtype=torch.float32),
-        choose([0, 0, 1, 1998, 1999], groups, 3, dtype=torch.int32),
+        choose([0, 0, 1, 1998, 1999], groups, 2, dtype=torch.int32),
         configs,
         choose([0.0, 0.0, -0.0, 1.0, 2.0, math.inf, math.nan], calls, groups, dtype=torch.float32),
     )

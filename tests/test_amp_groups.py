@@ -208,12 +208,12 @@ def test_limits_and_hysteresis_of_a_group() -> None:
     scaler, model = scaled(groups={"aux": config})
     optimizer = optim.SGD(model.parameters(), lr=0.0)
     seen = []
-    for bad in (0, 0, 1, 0, 1, 1, 1, 1, 1, 1):
+    for bad in (0, 0, 1, 0, 1, 1, 1, 1, 0, 1):
         backward(scaler, model, **({"aux__weight": INF} if bad else {}))
         scaler.step(optimizer)
         scaler.update()
         seen.append(group_scales(scaler)["aux"])
-    assert seen == [16, 16, 16, 16, 16, 8, 8, 4, 4, 4]
+    assert seen == [16, 16, 16, 16, 16, 8, 4, 4, 8, 8]
 
 
 # ---- who is skipped ----
@@ -392,7 +392,7 @@ def test_state_of_groups() -> None:
     torch.save(scaler.state_dict(), file)
     file.seek(0)
     state = torch.load(file, weights_only=True)
-    assert state["fastemb"]["groups"]["aux"]["overflows"] == 1
+    assert state["fastemb"]["groups"]["aux"]["skips"] == 1
 
     for used in (False, True):
         other = GradScaler("cpu")

@@ -144,8 +144,7 @@ def test_scales_over_time(
             if flag:
                 growth[name] = 0
                 bad[name] += 1
-                if bad[name] == patience[name]:
-                    bad[name] = 0
+                if bad[name] >= patience[name]:
                     scales[name] = max(scales[name] / 2, limits[name][0])
             else:
                 bad[name] = 0

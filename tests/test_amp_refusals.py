@@ -285,7 +285,7 @@ def test_setters(name: str, good: tuple[Any, ...], bad: tuple[Any, ...]) -> None
         (lambda s: s["fastemb"]["groups"]["aux"].update(growth_factor=3.0), "a power of two"),
         (lambda s: s["fastemb"]["groups"]["aux"].update(scale=None), "'aux'.*scale must be"),
         (lambda s: s["fastemb"]["groups"]["aux"].update(skips=2**40), "'aux'.*skips must be"),
-        (lambda s: s["fastemb"]["groups"]["aux"].update(overflows=-1), "overflows must be"),
+        (lambda s: s["fastemb"]["groups"]["aux"].update(skips=-1), "'aux'.*skips must be"),
         (lambda s: s["fastemb"]["groups"]["aux"].update(growth_tracker="a"), "growth_tracker must"),
         (lambda s: s["fastemb"]["groups"]["root"].update(skips=None), "'root'.*skips must be"),
         (lambda s: s["fastemb"]["groups"].update({"": s["fastemb"]["groups"]["aux"]}), "a name"),

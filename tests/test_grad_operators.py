@@ -274,7 +274,7 @@ def _call(op: str) -> dict[str, Any]:
         return {**given, "flags": torch.zeros(2), "stats": check["stats"]}
     return {
         "scales": torch.ones(2),
-        "states": torch.zeros(2, 3, dtype=torch.int32),
+        "states": torch.zeros(2, 2, dtype=torch.int32),
         "found_inf": torch.zeros(2),
         "configs": torch.ones(2, 6, dtype=torch.float64),
     }
@@ -362,7 +362,7 @@ def _wrong_calls() -> dict[str, tuple[str, dict[str, Any], str]]:
         wrong[f"{name} long"] = (op, {name: torch.zeros(count + 1, dtype=wide)}, rule)
     for name, dtype_of, columns in (
         ("scales", torch.float32, 1),
-        ("states", torch.int32, 3),
+        ("states", torch.int32, 2),
         ("found_inf", torch.float32, 1),
         ("configs", torch.float64, 6),
     ):

@@ -13,15 +13,12 @@ FE_FUNCTION void update_scale(float& scale, ScaleState& state, float found_inf, 
   if (found_inf != 0.0f) {
     state.skips += 1;
     state.growth = 0;
-    state.overflows += 1;
-    if (state.overflows < config.hysteresis) return;
-    state.overflows = 0;
+    if (state.skips < config.hysteresis) return;
     const double smaller = static_cast<double>(scale) * config.backoff_factor;
     scale = static_cast<float>(smaller > config.min_scale ? smaller : config.min_scale);
     return;
   }
   state.skips = 0;
-  state.overflows = 0;
   state.growth += 1;
   if (state.growth < config.growth_interval) return;
   state.growth = 0;

@@ -157,7 +157,7 @@ struct GradOperators {
     const std::string op = "scale_update_";
     ScaleUpdate problem{};
     problem.groups = scales.numel();
-    static_assert(sizeof(ScaleConfig) == 6 * sizeof(double) && sizeof(ScaleState) == 3 * sizeof(int32_t));
+    static_assert(sizeof(ScaleConfig) == 6 * sizeof(double) && sizeof(ScaleState) == 2 * sizeof(int32_t));
     const auto memory = [&](const char* name, const Tensor& tensor, ScalarType type, const char* word,
                             int64_t columns) {
       require(tensor.device() == scales.device(), op, std::string(name) + " must be on the device of scales");
@@ -167,7 +167,7 @@ struct GradOperators {
       return writable(op, name, tensor);
     };
     problem.scales = static_cast<float*>(memory("scales", scales, ScalarType::Float, "float32", 1));
-    problem.states = static_cast<ScaleState*>(memory("states", states, ScalarType::Int, "int32", 3));
+    problem.states = static_cast<ScaleState*>(memory("states", states, ScalarType::Int, "int32", 2));
     problem.found_inf = static_cast<const float*>(memory("found_inf", found_inf, ScalarType::Float, "float32", 1));
     problem.configs = static_cast<const ScaleConfig*>(memory("configs", configs, ScalarType::Double, "float64", 6));
     const std::string no_table;

@@ -37,7 +37,7 @@ _INIT_SCALE = 2.0**16
 # Entries of torch's state that say how the scale moves.
 _MOVES = ("growth_factor", "backoff_factor", "growth_interval")
 # Those that a group has: `Group.state`.
-_COUNTERS = ("growth_tracker", "overflows", "skips")
+_COUNTERS = ("growth_tracker", "skips")
 _FIELDS = tuple(asdict(GroupConfig()))
 _MODES = ("scale", "guard")
 _OP = "GradScaler"
@@ -496,7 +496,7 @@ class GroupedScaler(torch.amp.GradScaler):
 
 def _saved_groups(
     state_dict: Mapping[str, Any],
-) -> tuple[str, dict[str, Group], tuple[int, int, int]]:
+) -> tuple[str, dict[str, Group], tuple[int, int]]:
     """What a state has of groups, once that was found to make sense.
 
     Returns:
@@ -505,7 +505,7 @@ def _saved_groups(
     """
     where = f"{_OP}.load_state_dict"
     saved: dict[str, Group] = {}
-    root = (0, 0, 0)
+    root = (0, 0)
     if "fastemb" not in state_dict:
         return "torch", saved, root
     own = state_dict["fastemb"]
@@ -519,8 +519,8 @@ def _saved_groups(
     for name, entry in _entries(f"{where}: groups", entries, entries).items():
         at = f"{where}: groups[{name!r}]"
         counters = _entries(at, entry, _COUNTERS).items()
-        growth, overflows, skips = (_count(at, counter, value) for counter, value in counters)
-        state = (growth, overflows, skips)
+        growth, skips = (_count(at, counter, value) for counter, value in counters)
+        state = (growth, skips)
         if name == ROOT_NAME:  # the rest of it is in torch's entries
             root = state
             continue

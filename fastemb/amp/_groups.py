@@ -42,7 +42,8 @@ class GroupConfig:
         init_scale: the first scale; None: that of the root, within the two limits.
         growth_factor, backoff_factor, growth_interval: as in `torch.amp.GradScaler`; with a factor
             of 1 the scale does not move that way.
-        hysteresis: consecutive iterations with an overflow after which the scale backs off.
+        hysteresis: consecutive iterations with an overflow of which the last, and any that
+            follows it, has the scale back off.
         min_scale, max_scale: limits of the scale.
     """
 
@@ -84,14 +85,13 @@ class Group:
 
     Attributes:
         config: with ``mode="guard"`` without effect; for a state that another mode loads.
-        state: iterations without an overflow since the last growth, consecutive overflows that
-            hysteresis counts, consecutive overflows.
+        state: iterations without an overflow since the last growth, consecutive ones with one.
     """
 
     name: str
     config: GroupConfig
     scale: float
-    state: tuple[int, int, int] = (0, 0, 0)
+    state: tuple[int, int] = (0, 0)
 
 
 def is_power_of_two(value: float) -> bool:
@@ -171,7 +171,7 @@ class Scales:
 
     Attributes:
         values: [groups] float32.
-        states: [groups, 3] int32, `Group.state`.
+        states: [groups, 2] int32, `Group.state`.
         fixed: whether all scales are 1 for good, whatever the configurations.
     """
 
@@ -181,7 +181,7 @@ class Scales:
         self.fixed = fixed
         self._configs: list[GroupConfig] = []
         self.values = torch.empty(0, dtype=torch.float32, device=device)
-        self.states = torch.empty(0, 3, dtype=torch.int32, device=device)
+        self.states = torch.empty(0, 2, dtype=torch.int32, device=device)
         self._config_rows = torch.empty(0, 6, dtype=torch.float64, device=device)
         self.add(groups)
 

@@ -43,7 +43,7 @@ class _Record:
     def skips(self) -> list[int]:
         """Consecutive iterations with an overflow, for each group."""
         groups = len(self.group_names)
-        return self.numbers[-4 * groups : -groups].view(groups, 3)[:, 2].tolist()
+        return self.numbers[-3 * groups : -groups].view(groups, 2)[:, 1].tolist()
 
 
 class Statistics:
@@ -79,7 +79,7 @@ class Statistics:
 
         Args:
             scales: [groups], those that the iteration had.
-            states, blamed: [groups, 3] and [groups], after the update.
+            states, blamed: [groups, 2] and [groups], after the update.
         """
         device = scales.device
         pieces = [c.rows for c in counted] + list(boundaries.values())
@@ -124,7 +124,7 @@ class Statistics:
     def _unpack(self, record: _Record) -> dict[str, Any]:
         groups = len(record.group_names)
         sizes = [_COLUMNS * len(record.params), _COLUMNS * len(record.boundaries)]
-        sizes += [groups, 3 * groups, groups]
+        sizes += [groups, 2 * groups, groups]
         gradients, boundaries, scales, states, blamed = record.numbers.split(sizes)
         found: dict[str, dict[str, Any]] = {}
         rows = gradients.view(-1, _COLUMNS).tolist()
@@ -134,7 +134,7 @@ class Statistics:
         group_states = zip(
             record.group_names,
             scales.tolist(),
-            states.view(-1, 3).tolist(),
+            states.view(-1, 2).tolist(),
             blamed.tolist(),
             strict=True,
         )
@@ -147,9 +147,8 @@ class Statistics:
                 name: {
                     "scale": _float(scale),
                     "found_inf": bool(blame),
-                    "skips": state[2],
+                    "skips": state[1],
                     "growth_tracker": state[0],
-                    "overflows": state[1],
                     **group_counts[name],
                 }
                 for name, scale, state, blame in group_states

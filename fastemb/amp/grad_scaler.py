@@ -51,7 +51,8 @@ class GradScaler(CheckingScaler):
             the scaler knows (from `register`, or an earlier `step`), whose gradients must be
             complete before the first `step`.
         min_scale, max_scale: limits of the root, by default 2**-126 and none.
-        hysteresis: consecutive iterations with an overflow after which the root backs off.
+        hysteresis: consecutive iterations with an overflow of which the last, and any that
+            follows it, has the root back off.
         max_consecutive_skips: iterations with an overflow in one group before the alarm.
         alarm: "warn" once until the group has an iteration without an overflow, or "raise" from
             every `update` (or `stats`) that learns of a further skipped iteration.
@@ -455,7 +456,7 @@ class GradScaler(CheckingScaler):
             and without ``new_scale``; one with ``new_scale`` leaves no numbers. "groups": of each
             the "scale" in that iteration,
             "found_inf" (whether it is to blame for an overflow), "skips" (consecutive iterations
-            with one), "growth_tracker" and "overflows", and the counts of its gradients.
+            with one), "growth_tracker", and the counts of its gradients.
             "gradients": by parameter, its "group" and counts; repeated rows of a sparse gradient
             are summed before. "boundaries": counts of what has passed, by module or group.
 

@@ -274,12 +274,11 @@ def boundary_gradient_kernel(
 def scale_update_kernel(scales, states, found_inf, configs, groups, ROWS: tl.constexpr):
     group = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = group < groups
-    state = states + group * 3
+    state = states + group * 2
     config = configs + group * 6
     scale = tl.load(scales + group, mask=mask, other=0)
     growth = tl.load(state, mask=mask, other=0)
-    overflows = tl.load(state + 1, mask=mask, other=0)
-    skips = tl.load(state + 2, mask=mask, other=0)
+    skips = tl.load(state + 1, mask=mask, other=0)
     overflow = tl.load(found_inf + group, mask=mask, other=0) != 0
     growth_factor = tl.load(config, mask=mask, other=1)
     backoff_factor = tl.load(config + 1, mask=mask, other=1)
@@ -289,11 +288,9 @@ def scale_update_kernel(scales, states, found_inf, configs, groups, ROWS: tl.con
     hysteresis = tl.load(config + 5, mask=mask, other=1)
 
     skips = tl.where(overflow, skips + 1, 0)
-    overflows = tl.where(overflow, overflows + 1, 0)
     growth = tl.where(overflow, 0, growth + 1)
-    backs_off = overflow & (overflows.to(tl.float64) >= hysteresis)
+    backs_off = overflow & (skips.to(tl.float64) >= hysteresis)
     grows = (overflow == 0) & (growth.to(tl.float64) >= growth_interval)
-    overflows = tl.where(backs_off, 0, overflows)
     growth = tl.where(grows, 0, growth)
 
     wide = scale.to(tl.float64)
@@ -306,8 +303,7 @@ def scale_update_kernel(scales, states, found_inf, configs, groups, ROWS: tl.con
     scale = tl.where(backs_off, smaller, tl.where(grows, capped, scale))
     tl.store(scales + group, scale, mask=mask)
     tl.store(state, growth, mask=mask)
-    tl.store(state + 1, overflows, mask=mask)
-    tl.store(state + 2, skips, mask=mask)
+    tl.store(state + 1, skips, mask=mask)
 
 
 # ---------------------------------------------------------------------------------------------
