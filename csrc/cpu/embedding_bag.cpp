@@ -28,7 +28,7 @@ struct Table {
   int64_t positions;  // covered by bags
 
   const T* row(int64_t p) const { return weight + static_cast<int64_t>(indices[p]) * stride; }
-  const T* row_ahead(int64_t p) const { return row(p + kPrefetchAhead < positions ? p + kPrefetchAhead : p); }
+  const T* row_ahead(int64_t p) const { return row(p + kPrefetchAhead<T> < positions ? p + kPrefetchAhead<T> : p); }
 };
 
 template <typename T, typename I>
@@ -68,7 +68,7 @@ struct BagSums {
 
   void sum(int64_t begin, int64_t end, O* out) {
     if (end - begin > kChunk) return long_bag(out, begin, end);
-    if (plain && end > begin && end + kPrefetchAhead <= table.positions) {
+    if (plain && end > begin && end + kPrefetchAhead<T> <= table.positions) {
       return sum_rows<false>(indexed, begin, end, p.dim, sink(out, end - begin));
     }
     const int64_t count = list_terms(p, table, begin, end, list);

@@ -63,7 +63,7 @@ struct Terms {
     for (int64_t k = begin; k < end; ++k) {
       const int32_t position = p.groups.order[k];
       const int64_t b = bag(position);
-      const int64_t ahead = k + kPrefetchAhead < limit ? k + kPrefetchAhead : k;
+      const int64_t ahead = k + kPrefetchAhead<T> < limit ? k + kPrefetchAhead<T> : k;
       list.rows[k - begin] = grad + b * p.dim;
       list.rows_ahead[k - begin] = grad + bag(p.groups.order[ahead]) * p.dim;
       if (scaled) list.scales[k - begin] = scale(position, b);

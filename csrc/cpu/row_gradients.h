@@ -23,7 +23,7 @@ struct SourceTerms {
   void list_positions(int64_t begin, int64_t end, int64_t limit, RowList<T>& list) const {
     const T* grad = static_cast<const T*>(p.grad);
     for (int64_t j = begin; j < end; ++j) {
-      const int64_t ahead = j + kPrefetchAhead < limit ? j + kPrefetchAhead : j;
+      const int64_t ahead = j + kPrefetchAhead<T> < limit ? j + kPrefetchAhead<T> : j;
       list.rows[j - begin] = grad + p.sources[j] * p.dim;
       list.rows_ahead[j - begin] = grad + p.sources[ahead] * p.dim;
       if (scaled) list.scales[j - begin] = static_cast<const A*>(p.coefficients)[j];
@@ -32,7 +32,7 @@ struct SourceTerms {
 
   // The sum of a few terms, without a list of them where none is needed; whether it is done.
   bool sum_few(int64_t begin, int64_t end, int64_t limit, A* out) const {
-    if (scaled || end - begin > kChunk || end + kPrefetchAhead > limit) return false;
+    if (scaled || end - begin > kChunk || end + kPrefetchAhead<T> > limit) return false;
     const IndexedRows<T, int32_t> rows{static_cast<const T*>(p.grad), p.dim, p.sources + begin};
     sum_rows<false>(rows, 0, end - begin, p.dim, Cached<A>{out});
     return true;
