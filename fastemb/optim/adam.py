@@ -95,7 +95,8 @@ class Adam(LazyAdam):
     change, and by lookups in a view of a part of it or under `torch.func`. Others that read or
     write such a table have to call `flush` first. A graph of others that has saved the table for
     its backward is refused by autograd when a later lookup wakes rows. Not within CUDA graphs;
-    `torch.compile` looks up such a table outside its graph.
+    `torch.compile` looks up such a table outside its graph. With an eps of 0 rows that never had a
+    gradient keep their values, which dense Adam makes 0 / 0.
 
     Raises:
         ValueError: an option outside the values above; a parameter or gradient of another kind.
