@@ -569,7 +569,7 @@ def test_operators_in_memory_that_was_freed(cpu: Any) -> None:
         ),
         "bag_terms": (*lookups, None, groups[0], 4, *options, torch.float32),
         "scale_update_": (
-            torch.ones(1), torch.zeros(1, 3, dtype=torch.int32), torch.zeros(1),
+            torch.ones(1), torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1),
             torch.ones(1, 6, dtype=torch.float64),
         ),
         "boundary_gradient": (torch.ones(3), torch.ones(()), None, torch.zeros(2), None),
