@@ -165,7 +165,8 @@ class Table(TrainedTable):
 
     def _show(self, held: HeldRows) -> None:
         rows, slots = (self._sent(x) for x in (held.rows, held.slots.int()))
-        self._slot_of_current[rows] = slots
+        # On one thread, which indexing is not: the other's core is that of the lanes by now.
+        self._slot_of_current.index_copy_(0, rows, slots)
 
     def _hide(self, held: HeldRows) -> None:
         self._slot_of_current.index_fill_(0, self._sent(held.rows), -1)
