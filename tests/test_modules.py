@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 from typing import Any
@@ -327,6 +328,19 @@ def test_subclass_with_other_arguments(kind: type) -> None:
             super().__init__(5, 3)
 
     assert Mine()(IDS).shape[-1] == 3
+
+
+@pairs
+def test_from_pretrained_of_a_subclass(ours: type, theirs: type) -> None:
+    for base in (ours, theirs):  # torch gives sizes by name, and options of its own alone
+
+        class Swapped(base):
+            def __init__(self, embedding_dim: int, num_embeddings: int, **options: Any) -> None:
+                assert set(options) <= set(inspect.signature(theirs).parameters)
+                super().__init__(num_embeddings, embedding_dim, **options)
+
+        module = Swapped.from_pretrained(torch.ones(5, 3), padding_idx=1)
+        assert (type(module), module.num_embeddings, module.padding_idx) == (Swapped, 5, 1)
 
 
 @both

@@ -33,6 +33,12 @@ def check_initial_weight(op: str, weight: Tensor | None, rows: int, columns: int
         )
 
 
+def own_options(output_dtype: torch.dtype | None, table: str) -> dict[str, Any]:
+    """What torch's constructors do not know, where it is given: a subclass need not take it."""
+    options = {"output_dtype": (output_dtype, None), "table": (table, "")}
+    return {name: value for name, (value, default) in options.items() if value != default}
+
+
 def keep_full_gradients(weight: Tensor) -> None:
     """Give a leaf parameter the ``grad_dtype`` of its row gradients, FP32 for fp16 and bf16.
 

@@ -12,6 +12,7 @@ from fastemb.nn._table import (
     check_initial_weight,
     check_table_dtype,
     keep_full_gradients,
+    own_options,
 )
 
 
@@ -138,8 +139,8 @@ class Embedding(Table, nn.Embedding):
         F.check_weight(cls.__name__, embeddings)
         rows, columns = embeddings.shape
         return cls(
-            rows,
-            columns,
+            num_embeddings=rows,
+            embedding_dim=columns,
             padding_idx=padding_idx,
             max_norm=max_norm,
             norm_type=norm_type,
@@ -147,6 +148,5 @@ class Embedding(Table, nn.Embedding):
             sparse=sparse,
             _weight=embeddings,
             _freeze=freeze,
-            output_dtype=output_dtype,
-            table=table,
+            **own_options(output_dtype, table),
         )

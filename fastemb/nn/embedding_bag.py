@@ -12,6 +12,7 @@ from fastemb.nn._table import (
     check_initial_weight,
     check_table_dtype,
     keep_full_gradients,
+    own_options,
 )
 
 
@@ -164,8 +165,8 @@ class EmbeddingBag(Table, nn.EmbeddingBag):
         F.check_weight(cls.__name__, embeddings)
         rows, columns = embeddings.shape
         module = cls(
-            rows,
-            columns,
+            num_embeddings=rows,
+            embedding_dim=columns,
             max_norm=max_norm,
             norm_type=norm_type,
             scale_grad_by_freq=scale_grad_by_freq,
@@ -174,8 +175,7 @@ class EmbeddingBag(Table, nn.EmbeddingBag):
             _weight=embeddings,
             include_last_offset=include_last_offset,
             padding_idx=padding_idx,
-            output_dtype=output_dtype,
-            table=table,
+            **own_options(output_dtype, table),
         )
         module.weight.requires_grad = not freeze
         return module
