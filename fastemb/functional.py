@@ -214,16 +214,17 @@ def _got(tensor: Tensor) -> str:
     return f"{tensor.dim()}-D {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def check_weight(op: str, weight: Tensor) -> None:
+def check_weight(op: str, weight: Tensor, name: str = "weight") -> None:
+    """Raise for what cannot be a table; ``name`` is that of the argument."""
     if not isinstance(weight, Tensor):
-        raise TypeError(f"{op}: weight must be a tensor, got {type(weight).__name__}")
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(weight).__name__}")
     if weight.dtype not in TABLE_DTYPES:
         raise TypeError(
-            f"{op}: weight must be float16, bfloat16, float32 or float64, got {_got(weight)}"
+            f"{op}: {name} must be float16, bfloat16, float32 or float64, got {_got(weight)}"
         )
     if weight.dim() != 2:
-        raise ValueError(f"{op}: weight must be 2-D, got {_got(weight)}")
-    _check_layout(op, "weight", weight)
+        raise ValueError(f"{op}: {name} must be 2-D, got {_got(weight)}")
+    _check_layout(op, name, weight)
 
 
 def _check_layout(op: str, name: str, tensor: Tensor) -> None:

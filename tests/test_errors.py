@@ -215,9 +215,9 @@ def test_initial_weights(kind: type) -> None:
     op = kind.__name__
     for error, text, weight in (
         (ValueError, "_weight must have the shape (3, 2), got (4, 2)", torch.ones(4, 2)),
-        (ValueError, "weight must be 2-D, got 1-D float32", torch.ones(3)),
-        (TypeError, "weight must be float16,", torch.ones(3, 2, dtype=torch.int64)),
-        (TypeError, "weight must be a tensor, got ndarray", torch.ones(3, 2).numpy()),
+        (ValueError, "_weight must be 2-D, got 1-D float32", torch.ones(3)),
+        (TypeError, "_weight must be float16,", torch.ones(3, 2, dtype=torch.int64)),
+        (TypeError, "_weight must be a tensor, got ndarray", torch.ones(3, 2).numpy()),
     ):
         fails(error, f"{op}: {text}", kind, 3, 2, _weight=weight)
 
@@ -396,12 +396,27 @@ def test_constructors(kind: type) -> None:
         kind(5, 2, dtype=torch.int64)
     with pytest.raises(TypeError, match=f"{name}: output_dtype must be .* got torch.int8"):
         kind(5, 2, output_dtype=torch.int8)
-    with pytest.raises(ValueError, match=f"{name}: weight must be 2-D, got 1-D float32"):
+    with pytest.raises(ValueError, match=f"{name}: embeddings must be 2-D, got 1-D float32"):
         kind.from_pretrained(torch.ones(3))
-    with pytest.raises(TypeError, match=f"{name}: weight must be a tensor, got list"):
+    with pytest.raises(TypeError, match=f"{name}: embeddings must be a tensor, got list"):
         kind.from_pretrained([[1.0]])
     with pytest.raises(TypeError, match="positional argument"):
         kind(*range(1, 14))
+
+
+@pytest.mark.parametrize("kind", [fnn.Embedding, fnn.EmbeddingBag])
+@pytest.mark.parametrize("padding_idx", [None, 1])
+def test_sizes(kind: type, padding_idx: int | None) -> None:
+    for error, text, sizes in (
+        (TypeError, "num_embeddings must be an integer, got None", (None, 2)),
+        (TypeError, "num_embeddings must be an integer, got 5.0", (5.0, 2)),
+        (TypeError, "embedding_dim must be an integer, got '2'", (5, "2")),
+        (ValueError, "num_embeddings must not be negative, got -5", (-5, 2)),
+        (ValueError, "embedding_dim must not be negative, got -2", (5, -2)),
+    ):
+        fails(error, f"{kind.__name__}: {text}", kind, *sizes, padding_idx=padding_idx)
+    module = kind(torch.tensor(5), torch.tensor(2), padding_idx=padding_idx)
+    assert module.weight.shape == (5, 2)
 
 
 @pytest.mark.parametrize("kind", [fnn.Embedding, fnn.EmbeddingBag])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
@@ -22,11 +23,26 @@ def check_table_dtype(op: str, dtype: torch.dtype) -> None:
         raise TypeError(f"{op}: dtype must be float16, bfloat16, float32 or float64, got {dtype}")
 
 
+def check_sizes(op: str, rows: int, columns: int) -> None:
+    """Raise `TypeError` or `ValueError` for a ``num_embeddings`` or ``embedding_dim`` that is none.
+
+    A tensor of one integer will do.
+    """
+    sizes: dict[str, Any] = {"num_embeddings": rows, "embedding_dim": columns}
+    for name, size in sizes.items():
+        try:
+            known = size if isinstance(size, torch.SymInt) else operator.index(size)
+        except TypeError:
+            raise TypeError(f"{op}: {name} must be an integer, got {size!r}") from None
+        if known < 0:
+            raise ValueError(f"{op}: {name} must not be negative, got {size}")
+
+
 def check_initial_weight(op: str, weight: Tensor | None, rows: int, columns: int) -> None:
     """Raise `TypeError` or `ValueError` for a ``_weight`` that cannot be the table."""
     if weight is None:
         return
-    check_weight(op, weight)
+    check_weight(op, weight, "_weight")
     if tuple(weight.shape) != (rows, columns):
         raise ValueError(
             f"{op}: _weight must have the shape ({rows}, {columns}), got {tuple(weight.shape)}"

@@ -10,6 +10,7 @@ from fastemb import functional as F
 from fastemb.nn._table import (
     Table,
     check_initial_weight,
+    check_sizes,
     check_table_dtype,
     keep_full_gradients,
     own_options,
@@ -88,6 +89,7 @@ class Embedding(Table, nn.Embedding):
         table: str = "",
     ) -> None:
         name = type(self).__name__
+        check_sizes(name, num_embeddings, embedding_dim)
         F.resolve_padding(name, padding_idx, num_embeddings)
         if dtype is not None:
             check_table_dtype(name, dtype)
@@ -136,7 +138,7 @@ class Embedding(Table, nn.Embedding):
         table: str = "",
     ) -> "Embedding":
         """A module around the 2-D tensor ``embeddings``, which it shares memory with."""
-        F.check_weight(cls.__name__, embeddings)
+        F.check_weight(cls.__name__, embeddings, "embeddings")
         rows, columns = embeddings.shape
         return cls(
             num_embeddings=rows,

@@ -10,6 +10,7 @@ from fastemb import functional as F
 from fastemb.nn._table import (
     Table,
     check_initial_weight,
+    check_sizes,
     check_table_dtype,
     keep_full_gradients,
     own_options,
@@ -101,6 +102,7 @@ class EmbeddingBag(Table, nn.EmbeddingBag):
         table: str = "",
     ) -> None:
         name = type(self).__name__
+        check_sizes(name, num_embeddings, embedding_dim)
         F.resolve_padding(name, padding_idx, num_embeddings)
         F.check_mode(name, mode, False)  # scale_grad_by_freq fails in use, as in torch
         if dtype is not None:
@@ -162,7 +164,7 @@ class EmbeddingBag(Table, nn.EmbeddingBag):
         table: str = "",
     ) -> "EmbeddingBag":
         """A module around the 2-D tensor ``embeddings``, which it shares memory with."""
-        F.check_weight(cls.__name__, embeddings)
+        F.check_weight(cls.__name__, embeddings, "embeddings")
         rows, columns = embeddings.shape
         module = cls(
             num_embeddings=rows,
