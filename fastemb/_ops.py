@@ -620,7 +620,9 @@ def _bag_renorm(
     _transforms.check_same_offsets(op, offsets, "with max_norm")
     if offsets.is_cpu:
         _reference.check_offsets(op, offsets, indices.numel())
-    if include_last_offset:
+    if offsets.numel() == 0:
+        indices = indices[:0]  # no bags
+    elif include_last_offset:
         indices = indices[: max(int(offsets[-1]), 0)]
     _ops.embedding_renorm_(weight, indices, max_norm, norm_type, table)
 

@@ -120,6 +120,15 @@ def test_max_norm_is_not_for_ids_behind_the_last_offset() -> None:
         assert (weight[:, 0] < 5).nonzero().flatten().tolist() == rows
 
 
+def test_max_norm_is_not_for_ids_in_no_bag() -> None:
+    weight = torch.full((4, 2), 5.0)
+    none = torch.zeros(0, dtype=torch.int64)
+    for mode in ("sum", "mean", "max"):
+        assert F.embedding_bag(IDS, weight, none, max_norm=1.0, mode=mode).shape == (0, 2)
+        assert F.embedding_bag(IDS + 99, weight, none, max_norm=1.0, mode=mode).shape == (0, 2)
+    assert torch.equal(weight, torch.full((4, 2), 5.0))
+
+
 @pytest.mark.parametrize("bad", [2**31, 2**32, 2**62, -(2**62)])
 def test_ids_are_not_cut_to_32_bits(bad: int) -> None:
     text = f"index {bad} at position 1 is out of range"
