@@ -144,10 +144,10 @@ def test_other_arguments_of_groups() -> None:
             GradScaler("cpu", groups=groups)
     scaler = GradScaler("cpu", groups={"aux": {}})
     scaler.scale(torch.ones(()))
-    with pytest.raises(ValueError, match="init_scale must be a power of two"):
+    with pytest.raises(ValueError, match="new_scale must be a power of two"):
         scaler.update(3.0)
     for value in (3.0, 0.0, INF, float("nan")):
-        with pytest.raises(ValueError, match=r"^GradScaler.update: init_scale must be"):
+        with pytest.raises(ValueError, match=r"^GradScaler.update: new_scale must be"):
             scaler.update(torch.tensor([value]))
     assert group_scales(scaler) == {"root": 2.0**16, "aux": 2.0**16}
     scaler.update(torch.tensor(8.0))
@@ -223,6 +223,15 @@ def test_get_scale_names_the_groups() -> None:
         scaler.get_scale("main")
 
 
+@pytest.mark.parametrize("value", ["a", True, [8.0]])
+def test_new_scales_that_are_no_numbers(value: Any) -> None:
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.zeros(()))
+    with pytest.raises(TypeError, match=r"^GradScaler.update: new_scale must be a number or a"):
+        scaler.update(value)
+    assert scaler.get_scale() == 8.0
+
+
 @pytest.mark.parametrize("value", [INF, 2.0**128, 1e39, NAN])
 def test_scales_that_no_gradient_can_have(value: float) -> None:
     with pytest.raises(ValueError, match="init_scale must be"):
@@ -231,9 +240,9 @@ def test_scales_that_no_gradient_can_have(value: float) -> None:
         scaler = GradScaler("cpu", init_scale=8.0)
         scaler.scale(torch.zeros(()))
         for new_scale in (bad, torch.tensor(bad)):
-            with pytest.raises(ValueError, match="init_scale must be"):
+            with pytest.raises(ValueError, match="new_scale must be"):
                 scaler.update(new_scale)
-        with pytest.raises(ValueError, match="init_scale must be"):
+        with pytest.raises(ValueError, match="_scale must be"):
             scaler._scale = torch.tensor(bad)
         assert scaler.get_scale() == 8.0
 

@@ -302,7 +302,7 @@ class GroupedScaler(torch.amp.GradScaler):
             return
         if self._guard:
             raise ValueError(f"{_OP}: there is no scale to set with mode='guard'")
-        self._check_scale(_OP, value)
+        self._check_scale(_OP, "_scale", value)
         with lasting():
             values = scales.values.clone()  # graphs may need the old ones
             values[ROOT] = value
@@ -320,8 +320,8 @@ class GroupedScaler(torch.amp.GradScaler):
         if scales is not None and value is not None:
             scales.states[ROOT, 0] = value
 
-    def _check_scale(self, where: str, value: float | Tensor) -> None:
-        """Raise `ValueError` for a scale that the root cannot have.
+    def _check_scale(self, where: str, name: str, value: float | Tensor) -> None:
+        """Raise `ValueError` for a scale, the argument ``name``, that the root cannot have.
 
         With groups, this waits for one on a device.
         """
@@ -330,8 +330,8 @@ class GroupedScaler(torch.amp.GradScaler):
             if value.numel() != 1 or (value.device.type != "cpu" and not grouped):
                 return  # torch refuses several
             value = float(value)
-        if isinstance(value, float):  # torch refuses everything else
-            check_config(where, replace(self._root_config(), init_scale=value), exact=grouped)
+        config = replace(self._root_config(), init_scale=value)
+        check_config(where, config, exact=grouped, scale=name)
 
     def set_growth_factor(self, new_factor: float) -> None:
         """As `torch.amp.GradScaler` does it; `ValueError` for one that is not > 1."""

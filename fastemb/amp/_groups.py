@@ -98,12 +98,15 @@ def is_power_of_two(value: float) -> bool:
     return value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5
 
 
-def check_config(where: str, config: GroupConfig, *, exact: bool) -> None:
+def check_config(
+    where: str, config: GroupConfig, *, exact: bool, scale: str = "init_scale"
+) -> None:
     """Raise `ValueError` for a configuration that makes no sense, by the name of the argument.
 
     Args:
         where: how the message calls the arguments.
         exact: whether scales and factors have to be powers of two.
+        scale: how the message calls ``init_scale``.
     """
     for field in fields(config):
         value = getattr(config, field.name)
@@ -112,7 +115,8 @@ def check_config(where: str, config: GroupConfig, *, exact: bool) -> None:
 
     def require(good: bool, name: str, rule: str) -> None:
         if not good:
-            raise ValueError(f"{where}: {name} must be {rule}, got {getattr(config, name)!r}")
+            called = scale if name == "init_scale" else name
+            raise ValueError(f"{where}: {called} must be {rule}, got {getattr(config, name)!r}")
 
     require(1 <= config.growth_factor < math.inf, "growth_factor", ">= 1 and finite")
     require(0 < config.backoff_factor <= 1, "backoff_factor", "> 0 and at most 1")

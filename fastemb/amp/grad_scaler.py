@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, TypeGuard
 
 import torch
@@ -387,6 +388,7 @@ class GradScaler(CheckingScaler):
         Raises:
             AssertionError: no `step` or `unscale_` since the last one.
             RuntimeError: with ``alarm="raise"``, after too many skipped iterations.
+            TypeError: ``new_scale`` is neither a number nor a tensor.
             ValueError: a new scale beyond the limits, one that is no power of two where there are
                 groups, or any with ``mode="guard"``. Without groups the values of tensors on a
                 device are not looked at.
@@ -431,14 +433,18 @@ class GradScaler(CheckingScaler):
         self._iteration = Iteration(iteration.number + 1)
         self._statistics.read()
 
-    def _set_scale(self, new_scale: float | Tensor) -> None:
+    def _set_scale(self, new_scale: Any) -> None:
         if self._guard:
             raise ValueError(f"{_OP}: update() takes no new_scale with mode='guard'")
-        if isinstance(new_scale, int):
+        if isinstance(new_scale, Tensor):
+            new_scale = new_scale.reshape(()) if new_scale.numel() == 1 else new_scale
+        elif isinstance(new_scale, bool) or not isinstance(new_scale, Real):
+            raise TypeError(
+                f"{_OP}.update: new_scale must be a number or a tensor of one, got {new_scale!r}"
+            )
+        else:
             new_scale = float(new_scale)
-        elif isinstance(new_scale, Tensor) and new_scale.numel() == 1:
-            new_scale = new_scale.reshape(())
-        self._check_scale(f"{_OP}.update", new_scale)
+        self._check_scale(f"{_OP}.update", "new_scale", new_scale)
         super().update(new_scale)
         assert self._scales is not None
         self._scales.forget()
