@@ -58,6 +58,7 @@ WRONG: list[tuple[type, dict[str, Any], type[Exception], str]] = [
     (optim.Adam, {"seed": -1}, ValueError, "seed must be an int"),
     (optim.Adam, {"state_dtype": torch.float16}, ValueError, "state_dtype must be .*float16"),
     (optim.SparseAdam, {"lr": 0.0}, ValueError, r"lr must be > 0, got 0\.0"),
+    (optim.SparseAdam, {"lr": -1.0}, ValueError, r"lr must be > 0, got -1\.0"),
     (optim.SparseAdam, {"eps": 0.0}, ValueError, "eps must be > 0"),
     (optim.Adagrad, {"lr_decay": -1.0}, ValueError, "lr_decay must be >= 0"),
     (optim.Adagrad, {"initial_accumulator_value": -1}, ValueError, "initial_accumulator_value"),

@@ -66,16 +66,17 @@ def float_or_tensor(value: Any) -> Any:
     return value if isinstance(value, Tensor) else float(value)
 
 
-def check_options(op: str, options: Options, decays: tuple[str, ...]) -> None:
+def check_options(op: str, options: Options, decays: tuple[str, ...], *, positive_lr: bool) -> None:
     """Raise for what all optimizers refuse; options that an optimizer lacks are not looked at.
 
     Args:
         op: name of the optimizer.
         options: of the constructor or of a group.
         decays: what ``decay`` may be.
+        positive_lr: whether 0 is no learning rate.
     """
     lr = options["lr"]
-    require_number(op, "lr", lr)
+    require_number(op, "lr", lr, open_low=positive_lr)
     # Without an option "capturable" torch's foreach kernels take a tensor.
     if isinstance(lr, Tensor) and options.get("foreach") and not options.get("capturable", True):
         raise option_error(op, "lr must be a float with foreach=True and capturable=False", lr)

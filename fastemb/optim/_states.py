@@ -57,6 +57,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
     _whole_state: tuple[str, ...] = ()
     # What `decay` may be.
     _decays: tuple[str, ...] = ("touched", "all")
+    # Whether 0 is no learning rate to begin with.
+    _positive_lr = False
     # Whether also a dense step works on rows, so that states have to be contiguous.
     _row_wise = False
     # Whether torch has a step for complex parameters.
@@ -158,7 +160,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     def _check_options(self, options: Options) -> None:
         """Raise for options, of the constructor or of a group, outside their values."""
-        check_options(type(self).__name__, options, self._decays)
+        check_options(type(self).__name__, options, self._decays, positive_lr=self._positive_lr)
         if self._offload is not None:
             for name in ("capturable", "differentiable"):
                 if options.get(name):

@@ -316,6 +316,8 @@ class SparseAdam(AdamRows):
         TypeError: an option that is not a number where one is expected.
     """
 
+    _positive_lr = True
+
     def __init__(
         self,
         params: ParamsT,
@@ -346,7 +348,6 @@ class SparseAdam(AdamRows):
 
     def _check_options(self, options: Options) -> None:
         super()._check_options(options)
-        self._require_number(options, "lr", open_low=True)
         self._require_number(options, "eps", open_low=True)
 
     def _corrects_denominator(self, group: Options, sparse: bool) -> bool:
